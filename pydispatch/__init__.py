@@ -1,0 +1,1 @@
+"""Per-partition admission control for procrastinate, inside Postgres."""
