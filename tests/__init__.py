@@ -1,0 +1,1 @@
+"""Tests of pydispatch, and what they stand on."""
