@@ -18,8 +18,7 @@ declare
   -- Only names of ours: a trigger on procrastinate's table touches that table's row as well.
   v_created_by constant text := $sql$
     with made (object) as (
-      select case prokind when 'p' then 'procedure ' when 'a' then 'aggregate ' else 'function ' end
-        || oid::regprocedure
+      select case prokind when 'p' then 'procedure ' else 'function ' end || oid::regprocedure
       from pg_proc
       where xmin = $1 and pronamespace = $2 and proname like 'dispatch\_%'
       union all
@@ -33,6 +32,11 @@ declare
       from pg_class
       where xmin = $1 and relnamespace = $2 and relname like 'dispatch\_%'
         and relkind in ('r', 'p', 'c', 'S')
+        and not exists (  -- a sequence that goes with its table
+          select from pg_depend d
+          where d.classid = 'pg_class'::regclass and d.objid = pg_class.oid and relkind = 'S'
+            and d.deptype in ('a', 'i')
+        )
       union all
       select 'index ' || i.oid::regclass
       from pg_class i
@@ -47,22 +51,23 @@ declare
     )
     select coalesce(array_agg(object), '{}') from made where object <> all ($3)
   $sql$;
-  -- Owner and grants of objects ($1), as the statements that give them to their successors.
+  -- Owner and grants of objects ($1) of the schema ($2), as statements for their successors.
   v_rights_of constant text := $sql$
     with kept (object, target, owner, acl, public_by_default) as (
-      select o, o, p.proowner, p.proacl, true
-      from unnest($1) o
-      join pg_proc p on p.oid = to_regprocedure(regexp_replace(o, '^(function|procedure) ', ''))
+      select o, o, proowner, proacl, true
+      from pg_proc, concat(case prokind when 'p' then 'procedure ' else 'function ' end,
+        oid::regprocedure) o
+      where pronamespace = $2
       union all
-      select o, replace(o, 'view ', 'table '), c.relowner, c.relacl, false
-      from unnest($1) o
-      join pg_class c on c.oid = to_regclass(regexp_replace(o, '^view ', ''))
+      select 'view ' || oid::regclass, 'table ' || oid::regclass, relowner, relacl, false
+      from pg_class
+      where relnamespace = $2 and relkind = 'v'
     )
     select coalesce(array_agg(array[object, statement] order by step), '{}')
     from (
-      select 1 as step, object, format('alter %s owner to %I', object, owner::regrole) as statement
+      select 1 as step, object, format('alter %s owner to %s', object, owner::regrole) as statement
       from kept
-      where owner <> current_user::regrole
+      where owner <> (select oid from pg_roles where rolname = current_user)
       union all
       select 2, object, format('revoke all on %s from public', target)
       from kept
@@ -75,6 +80,7 @@ declare
       from kept, aclexplode(acl) a
       where a.grantee not in (owner, 0) or not public_by_default and a.grantee = 0
     ) statements
+    where object = any ($1)
   $sql$;
 
   v_file text[];
@@ -197,7 +203,7 @@ begin
         where m.kind = 'repeatable';
       elsif v_pass = 'recreate' then
         v_doomed := v_old;
-        execute v_rights_of into v_rights using v_old;
+        execute v_rights_of into v_rights using v_old, v_namespace;
       else
         select coalesce(array_agg(o), '{}') into v_doomed from unnest(v_old) o where o <> all (v_seen);
         delete from dispatch_migrations m where m.name <> all (v_files[:][2:2]);
