@@ -128,7 +128,9 @@ class EmbeddedPostgres(Postgresql):  # type: ignore[misc]  # the library has no 
             its log.
     """
 
-    child_process: subprocess.Popen[bytes] | None
+    # Until the base class has set them, for an end before that.
+    child_process: subprocess.Popen[bytes] | None = None
+    _use_tmpdir = False
 
     def __init__(
         self,

@@ -137,7 +137,7 @@ def pgtap_connection(server: EmbeddedPostgres) -> Iterator[psycopg.Connection]:
     try:
         load_pgtap(server.dsn(name))
     except UnavailableError as error:
-        pytest.fail(str(error), pytrace=False)
+        raise pytest.fail.Exception(str(error), pytrace=False) from None
     with psycopg.connect(server.dsn(name)) as conn:
         yield conn
 
