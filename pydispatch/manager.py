@@ -1,0 +1,387 @@
+"""The job manager that stages the jobs of tasks with a policy instead of queueing them.
+
+procrastinate sends every way of deferring through ``app.job_manager``, so this one place
+redirects them all. A defer stays one statement: it costs one round trip and is all or nothing,
+in the caller's transaction where there is one, also for a batch that mixes several policies
+with tasks that have none.
+
+The ids that it returns come from procrastinate's own sequence, and its methods that take an id
+take them before and after the job was admitted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+from procrastinate import exceptions, types
+from procrastinate.jobs import Job, Status
+from procrastinate.manager import QUEUEING_LOCK_CONSTRAINT, JobManager
+from procrastinate.testing import InMemoryConnector
+from typing_extensions import LiteralString
+
+from pydispatch import errors
+
+if TYPE_CHECKING:
+    from pydispatch.dispatch import Dispatch
+
+logger = logging.getLogger(__name__)
+
+# The arguments of each job stand alone, so that the connector writes them with the application's
+# own json_dumps as it does for procrastinate. All else is plain JSON.
+
+STAGE: LiteralString = """
+select dispatch_stage(
+  p_policy => %(policy)s,
+  p_task_name => %(task_name)s,
+  p_args => %(args)s,
+  p_context => %(context)s::jsonb,
+  p_queue_name => %(queue_name)s,
+  p_priority => %(priority)s,
+  p_lock => %(lock)s,
+  p_queueing_lock => %(queueing_lock)s,
+  p_scheduled_at => %(scheduled_at)s
+) as id
+"""
+
+STAGE_MANY: LiteralString = """
+select {part} as part, staged.position, staged.id
+from dispatch_stage_many(
+  %(policy_{part})s,
+  (
+    select coalesce(jsonb_agg(job || jsonb_build_object('args', args) order by position), '[]')
+    from rows from (
+      jsonb_array_elements(%(jobs_{part})s::jsonb), unnest(%(args_{part})s::jsonb[])
+    ) with ordinality as jobs (job, args, position)
+  )
+) with ordinality as staged (id, position)
+"""
+
+QUEUE_MANY: LiteralString = """
+select {part} as part, queued.position, queued.id
+from unnest(
+  procrastinate_defer_jobs_v1(%(jobs_{part})s::procrastinate_job_to_defer_v1[])
+) with ordinality as queued (id, position)
+"""
+
+STAGE_PERIODIC: LiteralString = """
+select dispatch_stage_periodic(
+  %(policy)s,
+  %(job)s::jsonb || jsonb_build_object('args', %(args)s::jsonb),
+  %(periodic_id)s,
+  %(defer_timestamp)s
+) as id
+"""
+
+JOB_STATUS: LiteralString = "select dispatch_job_status(%(job_id)s) as status"
+
+CANCEL_JOB: LiteralString = (
+    "select dispatch_cancel_job(%(job_id)s, %(abort)s, %(delete_job)s) as cancelled"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """Where a job is staged. Without a context, its arguments are the context."""
+
+    policy: str
+    context: Mapping[str, Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One statement that takes all jobs of a batch; ``order`` is their order in its rows."""
+
+    query: LiteralString
+    arguments: dict[str, Any]
+    jobs: list[Job]
+    order: list[int]
+
+    def finish(self, rows: list[dict[str, Any]]) -> list[Job]:
+        """Give each job the id in its row."""
+        ids = dict(zip(self.order, (row["id"] for row in rows), strict=True))
+        return [
+            job.evolve(id=ids[place], status=Status.TODO.value)
+            for place, job in enumerate(self.jobs)
+        ]
+
+
+class DispatchJobManager(JobManager):
+    """Stages jobs of tasks with a policy, and leaves all others to procrastinate.
+
+    With procrastinate's ``InMemoryConnector`` there is no database that could stage: every job
+    goes straight to its queue, as without policies.
+    """
+
+    def __init__(self, dispatch: Dispatch) -> None:
+        super().__init__(dispatch.app.connector)
+        self.dispatch = dispatch
+
+    def batch_defer_jobs(self, jobs: list[Job], connection: Any | None = None) -> list[Job]:
+        """Stage or queue jobs, all or none; see procrastinate.
+
+        Raises:
+            AlreadyEnqueued: A queueing lock is held by a job that is staged or queued.
+            DispatchError: A job or its policy was refused.
+        """
+        plan = self._plan(jobs)
+        if plan is None:
+            return super().batch_defer_jobs(jobs=jobs, connection=connection)
+        with _raising():
+            rows = self._rows(connection, plan.query, plan.arguments)
+        return plan.finish(rows)
+
+    async def batch_defer_jobs_async(
+        self, jobs: list[Job], connection: Any | None = None
+    ) -> list[Job]:
+        """Do the same as ``batch_defer_jobs``."""
+        plan = self._plan(jobs)
+        if plan is None:
+            return await super().batch_defer_jobs_async(jobs=jobs, connection=connection)
+        with _raising():
+            rows = await self._rows_async(connection, plan.query, plan.arguments)
+        return plan.finish(rows)
+
+    async def defer_periodic_job(
+        self, job: Job, periodic_id: str, defer_timestamp: int
+    ) -> int | None:
+        """Stage or queue a periodic job, unless another worker did for the same timestamp.
+
+        A job that is refused is logged as an error and None returned: an exception would stop
+        the worker, and with it all other tasks.
+
+        Raises:
+            AlreadyEnqueued: A queueing lock is held by a job that is staged or queued.
+        """
+        try:
+            route = self._route(job)
+            if route is None:
+                return await super().defer_periodic_job(
+                    job=job, periodic_id=periodic_id, defer_timestamp=defer_timestamp
+                )
+            if job.task_kwargs.get("timestamp") != defer_timestamp:
+                raise exceptions.InvalidTimestamp
+            with _raising():
+                (row,) = await self._rows_async(
+                    None,
+                    STAGE_PERIODIC,
+                    {
+                        "policy": route.policy,
+                        "job": _json(_envelope(job.evolve(scheduled_at=None), route), job),
+                        "args": job.task_kwargs,
+                        "periodic_id": periodic_id,
+                        "defer_timestamp": defer_timestamp,
+                    },
+                )
+        except errors.AlreadyEnqueued:
+            raise
+        except errors.DispatchError:
+            logger.exception(
+                "Periodic job %s cannot be staged for timestamp %s",
+                job.call_string,
+                defer_timestamp,
+                extra={
+                    "action": "periodic_job_refused",
+                    "job": job.log_context(),
+                    "periodic_id": periodic_id,
+                    "defer_timestamp": defer_timestamp,
+                },
+            )
+            return None
+        return cast("int | None", row["id"])
+
+    def get_job_status(self, job_id: int, connection: Any | None = None) -> Status:
+        """Return the status of a job; one that is staged is ``todo``, a dead one ``failed``.
+
+        Raises:
+            procrastinate.exceptions.NoResult: There is no job with this id.
+        """
+        if self._in_memory:
+            return super().get_job_status(job_id)
+        with _raising():
+            rows = self._rows(connection, JOB_STATUS, {"job_id": job_id})
+        return _status(rows)
+
+    async def get_job_status_async(self, job_id: int, connection: Any | None = None) -> Status:
+        """Do the same as ``get_job_status``."""
+        if self._in_memory:
+            return await super().get_job_status_async(job_id)
+        with _raising():
+            rows = await self._rows_async(connection, JOB_STATUS, {"job_id": job_id})
+        return _status(rows)
+
+    def cancel_job_by_id(
+        self,
+        job_id: int,
+        abort: bool = False,
+        delete_job: bool = False,
+        connection: Any | None = None,
+    ) -> bool:
+        """Cancel a job, staged or queued; see procrastinate for the arguments.
+
+        Returns whether anything was done: False when the job is unknown or has ended, or when
+        it runs and ``abort`` was not asked for.
+        """
+        if self._in_memory:
+            return super().cancel_job_by_id(job_id, abort=abort, delete_job=delete_job)
+        arguments = {"job_id": job_id, "abort": abort, "delete_job": delete_job}
+        with _raising():
+            (row,) = self._rows(connection, CANCEL_JOB, arguments)
+        return bool(row["cancelled"])
+
+    async def cancel_job_by_id_async(
+        self,
+        job_id: int,
+        abort: bool = False,
+        delete_job: bool = False,
+        connection: Any | None = None,
+    ) -> bool:
+        """Do the same as ``cancel_job_by_id``."""
+        if self._in_memory:
+            return await super().cancel_job_by_id_async(job_id, abort=abort, delete_job=delete_job)
+        arguments = {"job_id": job_id, "abort": abort, "delete_job": delete_job}
+        with _raising():
+            (row,) = await self._rows_async(connection, CANCEL_JOB, arguments)
+        return bool(row["cancelled"])
+
+    @property
+    def _in_memory(self) -> bool:
+        return isinstance(self.connector, InMemoryConnector)
+
+    def _route(self, job: Job) -> Route | None:
+        return None if self._in_memory else self.dispatch.route(job)
+
+    def _plan(self, jobs: list[Job]) -> Plan | None:
+        """Return the statement that takes these jobs, or None when none of them has a policy."""
+        routes = [self._route(job) for job in jobs]
+        if not any(routes):
+            return None
+        if len(jobs) == 1 and routes[0]:
+            return Plan(STAGE, _stage_arguments(jobs[0], routes[0]), jobs, order=[0])
+        places: dict[str | None, list[int]] = {}
+        for place, route in enumerate(routes):
+            places.setdefault(route.policy if route else None, []).append(place)
+        parts: list[LiteralString] = []
+        arguments: dict[str, Any] = {}
+        for part, (policy, members) in enumerate(places.items()):
+            batch = [jobs[place] for place in members]
+            number: LiteralString = str(part)  # only digits
+            if policy is None:
+                parts.append(QUEUE_MANY.format(part=number))
+                arguments[f"jobs_{part}"] = [_queue_row(job) for job in batch]
+                continue
+            parts.append(STAGE_MANY.format(part=number))
+            arguments[f"policy_{part}"] = policy
+            arguments[f"args_{part}"] = [job.task_kwargs for job in batch]
+            arguments[f"jobs_{part}"] = _json_array(
+                (job, cast(Route, routes[place])) for job, place in zip(batch, members, strict=True)
+            )
+        query = " union all ".join(parts) + " order by part, position"
+        order = [place for members in places.values() for place in members]
+        return Plan(query, arguments, jobs, order)
+
+    def _rows(
+        self, connection: Any | None, query: LiteralString, arguments: dict[str, Any]
+    ) -> list[dict[str, Any]]:
+        connector = self.connector.get_sync_connector()
+        if connection is None:
+            return connector.execute_query_all(query, **arguments)
+        return connector.execute_query_all_with_connection(connection, query, **arguments)
+
+    async def _rows_async(
+        self, connection: Any | None, query: LiteralString, arguments: dict[str, Any]
+    ) -> list[dict[str, Any]]:
+        if connection is None:
+            return await self.connector.execute_query_all_async(query, **arguments)
+        return await self.connector.execute_query_all_async_with_connection(
+            connection, query, **arguments
+        )
+
+
+@contextlib.contextmanager
+def _raising() -> Iterator[None]:
+    """Raise our own errors, and procrastinate's AlreadyEnqueued for a lock of a queued job."""
+    try:
+        with errors.translate():
+            yield
+    except exceptions.UniqueViolation as error:
+        if error.constraint_name != QUEUEING_LOCK_CONSTRAINT:
+            raise
+        raise errors.AlreadyEnqueued(
+            "there is already a job in the queue with the same queueing lock",
+            detail=error.queueing_lock,
+        ) from error
+
+
+def _stage_arguments(job: Job, route: Route) -> dict[str, Any]:
+    return {
+        "policy": route.policy,
+        "task_name": job.task_name,
+        "args": job.task_kwargs,
+        "context": None if route.context is None else _json(route.context, job),
+        "queue_name": job.queue,
+        "priority": job.priority,
+        "lock": job.lock,
+        "queueing_lock": job.queueing_lock,
+        "scheduled_at": job.scheduled_at,
+    }
+
+
+def _envelope(job: Job, route: Route) -> dict[str, Any]:
+    """Return a job as ``dispatch_stage_many`` takes it, without its arguments."""
+    envelope = {
+        "task_name": job.task_name,
+        "queue_name": job.queue,
+        "priority": job.priority,
+        "lock": job.lock,
+        "queueing_lock": job.queueing_lock,
+        "scheduled_at": _utc(job.scheduled_at),
+        "context": route.context,
+    }
+    return {key: value for key, value in envelope.items() if value is not None}
+
+
+def _utc(moment: datetime.datetime | None) -> str | None:
+    return None if moment is None else moment.astimezone(datetime.timezone.utc).isoformat()
+
+
+def _json_array(jobs: Iterator[tuple[Job, Route]]) -> str:
+    return "[" + ",".join(_json(_envelope(job, route), job) for job, route in jobs) + "]"
+
+
+def _json(value: Mapping[str, Any], job: Job) -> str:
+    """Return plain JSON.
+
+    Raises:
+        InvalidJob: The context is not JSON: nothing else in it could not be.
+    """
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise errors.InvalidJob(
+            f"the context of a job of task {job.task_name!r} is not JSON: {error}",
+            hint="A context holds strings, numbers, booleans, None, lists and dicts of these.",
+        ) from error
+
+
+def _queue_row(job: Job) -> types.JobToDefer:
+    return types.JobToDefer(
+        queue_name=job.queue,
+        task_name=job.task_name,
+        priority=job.priority,
+        lock=job.lock,
+        queueing_lock=job.queueing_lock,
+        args=job.task_kwargs,
+        scheduled_at=job.scheduled_at,
+    )
+
+
+def _status(rows: list[dict[str, Any]]) -> Status:
+    if rows[0]["status"] is None:
+        raise exceptions.NoResult
+    return Status(rows[0]["status"])
