@@ -1,3 +1,3 @@
 """Gives the fixtures to the Python tests and the pgTAP files alike."""
 
-pytest_plugins = ["tests.fixtures"]
+pytest_plugins = ["tests.fixtures", "tests.ticks"]

@@ -63,8 +63,7 @@ SETTINGS: LiteralString = """
 select
   dispatch_channel() as channel,
   set_config('statement_timeout', %(timeout)s, false),
-  set_config('idle_in_transaction_session_timeout', %(timeout)s, false),
-  set_config('lock_timeout', %(lock_timeout)s, false)
+  set_config('idle_in_transaction_session_timeout', %(timeout)s, false)
 """
 
 GAP = 0.01
@@ -78,9 +77,6 @@ LONGEST_RETRY = 30.0
 
 LONGEST_RECONNECT = 5.0
 """Seconds between two tries to connect."""
-
-LOCK_TIMEOUT = 1.0
-"""Seconds that a hand-off waits for another session's row, such as one with its queueing lock."""
 
 
 @dataclasses.dataclass
@@ -251,13 +247,8 @@ class Driver:
         """Set the session up, listen, and write the policies if that was not done yet."""
         connection.add_notify_handler(lambda notify: self._notified(notify.payload))
         async with connection.cursor(row_factory=dict_row) as cursor:
-            await cursor.execute(
-                SETTINGS,
-                {
-                    "timeout": f"{max(1, round(self._tick_max_duration * 1000))}ms",
-                    "lock_timeout": f"{round(LOCK_TIMEOUT * 1000)}ms",
-                },
-            )
+            milliseconds = max(1, round(self._tick_max_duration * 1000))
+            await cursor.execute(SETTINGS, {"timeout": f"{milliseconds}ms"})
             row = await cursor.fetchone()
             assert row is not None
             await cursor.execute(sql.SQL("listen {}").format(sql.Identifier(row["channel"])))

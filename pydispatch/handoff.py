@@ -38,16 +38,23 @@ Connection: TypeAlias = psycopg.Connection[Any]
 AsyncConnection: TypeAlias = psycopg.AsyncConnection[Any]
 
 # Results are read as JSON text, so that the application's own json_loads sees only its own data.
+# The lock timeout is for the hand-off alone: it must not wait long for somebody's open
+# transaction that holds the same queueing lock. Settling puts the caller's back.
 
 ADMIT: LiteralString = """
 select
   handoff_id, id, task_name, queue_name, priority, lock, queueing_lock, scheduled_at,
-  args::text as args, to_jsonb(tick)::text as tick
+  args::text as args,
+  to_jsonb(tick)::text as tick,
+  current_setting('lock_timeout') as lock_timeout,
+  case when id is not null then set_config('lock_timeout', '100ms', true) end
 from dispatch_admit(%(policy)s, %(shard)s)
 """
 
 SETTLE: LiteralString = """
-select to_jsonb(settled)::text as tick
+select
+  to_jsonb(settled)::text as tick,
+  set_config('lock_timeout', %(lock_timeout)s, true)
 from dispatch_settle(
   %(handoff_id)s, %(ids)s::bigint[], %(job_ids)s::bigint[], %(errors)s::text[]
 ) as settled
@@ -79,10 +86,10 @@ POLICIES: LiteralString = (
 
 ERROR_LENGTH = 2000  # characters kept of the reason why a job was set aside
 
-# Classes of SQLSTATE that tell of the connection, the server, another session or the installation,
-# never of the job that was being inserted.
-_NOT_THE_JOBS = {"08", "0A", "25", "28", "40", "42", "53", "55", "57", "58", "F0", "XX"}
-_LOCK_NOT_AVAILABLE = "55P03"
+# SQLSTATEs and classes of them that say nothing of a job: connection, serialization, resources,
+# shutdown, system, rights. dispatch_is_nobodys_fault() in the database names the same.
+NOBODYS_FAULT = ("08", "40", "53", "57", "58", "F0", "XX", "25006", "42501")
+LOCK_NOT_AVAILABLE = "55P03"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,6 +201,7 @@ class Handoff:
         (settled,) = yield Query(
             SETTLE,
             {
+                "lock_timeout": rows[0]["lock_timeout"],
                 "handoff_id": rows[0]["handoff_id"],
                 "ids": list(verdicts),
                 "job_ids": [verdict.job_id for verdict in verdicts.values()],
@@ -286,11 +294,11 @@ class Handoff:
                 raise error
             return Verdict(error=_text(error))
         sqlstate = getattr(cause, "sqlstate", None)
-        if sqlstate in (_LOCK_NOT_AVAILABLE, errors.AlreadyEnqueued.sqlstate):
+        if sqlstate in (LOCK_NOT_AVAILABLE, errors.AlreadyEnqueued.sqlstate):
             return Verdict()
         if sqlstate is None and isinstance(cause, psycopg.OperationalError):
             raise error
-        if sqlstate is not None and sqlstate[:2] in _NOT_THE_JOBS:
+        if sqlstate is not None and sqlstate.startswith(NOBODYS_FAULT):
             raise error
         return Verdict(error=_text(cause or error))
 
@@ -322,9 +330,12 @@ def _hand_off(
 
 def _text(error: BaseException) -> str:
     """Return an error as text that the database can keep."""
-    code = getattr(error, "sqlstate", None)
-    kind = type(error).__name__ + (f" ({code})" if code else "")
-    return f"{kind}: {error}".replace("\0", "")[:ERROR_LENGTH]
+    diag = getattr(error, "diag", None)
+    if diag is not None and diag.sqlstate:
+        text = f"{diag.message_primary} (SQLSTATE {diag.sqlstate})"
+    else:
+        text = f"{type(error).__name__}: {error}"
+    return text.replace("\0", "")[:ERROR_LENGTH]
 
 
 def _result(row: dict[str, Any]) -> TickResult:
