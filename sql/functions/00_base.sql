@@ -1,0 +1,73 @@
+-- What every other file leans on: the clock, the errors, the identity of a partition, paths in a context.
+
+create or replace function dispatch_now()
+returns timestamptz
+language sql
+volatile
+parallel safe
+return coalesce(nullif(current_setting('dispatch.fake_now', true), '')::timestamptz, clock_timestamp());
+comment on function dispatch_now() is 'The one clock: the wall clock of the database, or the session setting dispatch.fake_now (a timestamp''s text) in tests and simulations.';
+
+create or replace function dispatch_raise(p_sqlstate text, p_message text, p_detail text, p_hint text)
+returns void
+language plpgsql
+as $$
+begin
+  if p_detail is null then
+    raise exception using errcode = p_sqlstate, message = p_message, hint = p_hint;
+  end if;
+  raise exception using errcode = p_sqlstate, message = p_message, detail = p_detail, hint = p_hint;
+end;
+$$;
+comment on function dispatch_raise(text, text, text, text) is 'Raises an error of class PD with a hint that says what to do, and a detail where there is one.';
+
+create or replace function dispatch_partition_id(p_policy text, p_partition_key text)
+returns uuid
+language sql
+stable
+parallel safe
+return encode(substring(sha256(convert_to(
+  case when p_partition_key is null then p_policy else p_policy || e'\n' || p_partition_key end, 'UTF8')) from 1 for 16), 'hex')::uuid;
+comment on function dispatch_partition_id(text, text) is 'Identity of a partition: the first 128 bits of a SHA-256 over policy and key. With a null key, the identity of the policy itself.';
+
+create or replace function dispatch_partition_key(p_paths text[], p_context jsonb)
+returns text
+language plpgsql
+immutable
+parallel safe
+as $$
+begin
+  return case cardinality(p_paths)
+    when 0 then ''
+    when 1 then coalesce(p_context #>> string_to_array(p_paths[1], '.'), '')
+    else (
+      select jsonb_agg(p_context #> string_to_array(path, '.') order by ordinality)::text
+      from unnest(p_paths) with ordinality as paths (path, ordinality)
+    )
+  end;
+end;
+$$;
+comment on function dispatch_partition_key(text[], jsonb) is 'The partition key of a context: the value at one path as text (empty when missing or null), or the values at several as the text of a JSON array.';
+
+create or replace function dispatch_channel()
+returns text
+language plpgsql
+stable
+set search_path from current
+as $$
+begin
+  return ('dispatch:' || current_schema())::name::text;
+end;
+$$;
+comment on function dispatch_channel() is 'The channel to LISTEN on: each statement that stages, finishes or resumes notifies it once, with the policy''s name as payload.';
+
+create or replace function dispatch_wake(p_policy text)
+returns void
+language plpgsql
+set search_path from current
+as $$
+begin
+  perform pg_notify(dispatch_channel(), left(p_policy, 128));
+end;
+$$;
+comment on function dispatch_wake(text) is 'Wakes the drivers when the transaction commits; equal notifications of one transaction are one.';

@@ -1,0 +1,67 @@
+-- Settings: what each means, its default and its range stand in one place; the table holds only what differs.
+
+create or replace function dispatch_setting_spec()
+returns table (name text, default_value numeric, minimum numeric, maximum numeric, meaning text)
+language sql
+immutable
+parallel safe
+begin atomic
+  values
+    ('tick_max_duration', 25.0, 0.1, 3600.0, 'Seconds after which a tick or a sweep begins no further policy or bite.'),
+    ('inflight_stale_after', 300.0, 1.0, 31536000.0, 'Seconds without a heartbeat after which a worker counts as lost and its running jobs give their slots back.'),
+    ('partition_inactive_after', 86400.0, 1.0, 315360000.0, 'Seconds after which an idle partition is forgotten, unless a window of its gates is longer.'),
+    ('metrics_retention', 86400.0, 60.0, 315360000.0, 'Seconds for which tick samples are kept.'),
+    ('admission_retention', 604800.0, 60.0, 315360000.0, 'Seconds for which an admission is kept after its job is gone.'),
+    ('queueing_lock_backoff', 1.0, 0.01, 3600.0, 'Seconds after which a job whose queueing lock was held is tried again.');
+end;
+comment on function dispatch_setting_spec() is 'Every setting with its default, its range and its meaning.';
+
+create or replace function dispatch_setting(p_name text)
+returns numeric
+language plpgsql
+stable
+set search_path from current
+as $$
+declare
+  v_value numeric;
+begin
+  select coalesce(s.value::numeric, spec.default_value)
+  into v_value
+  from dispatch_setting_spec() as spec
+  left join dispatch_settings as s on s.name = spec.name
+  where spec.name = p_name;
+
+  if not found then
+    perform dispatch_raise('PD009', format('unknown setting %L', p_name), null,
+      'select * from dispatch_setting_spec() lists the settings.');
+  end if;
+  return v_value;
+end;
+$$;
+comment on function dispatch_setting(text) is 'The value of a setting in force. Raises PD009 for an unknown name.';
+
+create or replace function dispatch_set(p_name text, p_value numeric)
+returns void
+language plpgsql
+set search_path from current
+as $$
+declare
+  v_spec record;
+begin
+  select * into v_spec from dispatch_setting_spec() as spec where spec.name = p_name;
+  if not found then
+    perform dispatch_raise('PD009', format('unknown setting %L', p_name), null,
+      'select * from dispatch_setting_spec() lists the settings.');
+  elsif p_value is not null and not (p_value between v_spec.minimum and v_spec.maximum) then
+    perform dispatch_raise('PD009', format('%s is out of range for setting %s', p_value, p_name),
+      format('It must lie between %s and %s.', v_spec.minimum, v_spec.maximum), v_spec.meaning);
+  elsif p_value is null or p_value = v_spec.default_value then
+    delete from dispatch_settings as s where s.name = p_name;
+  else
+    insert into dispatch_settings (name, value)
+    values (p_name, p_value::text)
+    on conflict on constraint dispatch_settings_pkey do update set value = excluded.value;
+  end if;
+end;
+$$;
+comment on function dispatch_set(text, numeric) is 'Changes a setting, at once and for everybody; null brings the default back. Raises PD009 for an unknown name or a value out of range.';

@@ -1,0 +1,264 @@
+-- Staging: enqueuers append a row a job and a note a partition, and nothing else.
+-- Invariant: no enqueuer takes a lock that a tick, the sweep or another enqueuer holds until it commits
+-- (but for two jobs with one queueing lock: uniqueness has to wait).
+
+create or replace function dispatch_parse_time(p_text text)
+returns timestamptz
+language plpgsql
+stable
+strict
+as $$
+begin
+  if p_text !~* '^\d{4,}-\d\d-\d\d[t ]\d\d:\d\d(:\d\d(\.\d+)?)?\s*(z|[+-]\d\d(:?\d\d)?)$' then
+    return null;
+  end if;
+  return p_text::timestamptz;
+exception
+  when data_exception then
+    return null;
+end;
+$$;
+comment on function dispatch_parse_time(text) is 'An ISO 8601 time with its offset from UTC; null when the text is anything else.';
+
+create or replace function dispatch_job_problem(p_job jsonb)
+returns text
+language plpgsql
+stable
+as $$
+declare
+  v_known constant text[] := array['task_name', 'args', 'context', 'queue_name', 'priority', 'lock', 'queueing_lock', 'scheduled_at'];
+  v_wrong text;
+begin
+  if jsonb_typeof(p_job) <> 'object' then
+    return 'it must be an object';
+  end if;
+
+  select format('%s is not known; known are %s', key, array_to_string(v_known, ', '))
+  into v_wrong
+  from jsonb_object_keys(p_job) as key
+  where key <> all (v_known)
+  limit 1;
+  if found then
+    return v_wrong;
+  end if;
+
+  return case
+    when coalesce(jsonb_typeof(p_job -> 'task_name'), 'null') <> 'string' or length(p_job ->> 'task_name') not between 1 and 128
+      then 'task_name must be a string of 1 to 128 characters'
+    when jsonb_typeof(p_job -> 'args') not in ('object', 'null')
+      then 'args must be an object'
+    when jsonb_typeof(p_job -> 'context') not in ('object', 'null')
+      then 'context must be an object'
+    when jsonb_typeof(p_job -> 'queue_name') not in ('string', 'null') or length(p_job ->> 'queue_name') not between 1 and 128
+      then 'queue_name must be a string of 1 to 128 characters'
+    when jsonb_typeof(p_job -> 'lock') not in ('string', 'null')
+      then 'lock must be a string'
+    when jsonb_typeof(p_job -> 'queueing_lock') not in ('string', 'null')
+      then 'queueing_lock must be a string'
+    when jsonb_typeof(p_job -> 'priority') not in ('number', 'null')
+      or (p_job ->> 'priority')::numeric not between -2147483647 and 2147483647
+      or (p_job ->> 'priority')::numeric <> trunc((p_job ->> 'priority')::numeric)
+      then 'priority must be a whole number between -2147483647 and 2147483647'
+    when jsonb_typeof(p_job -> 'scheduled_at') not in ('string', 'null')
+      or (p_job ->> 'scheduled_at' is not null and dispatch_parse_time(p_job ->> 'scheduled_at') is null)
+      then 'scheduled_at must be an ISO 8601 time with its offset from UTC, like "2030-01-31T12:00:00+00:00"'
+  end;
+end;
+$$;
+comment on function dispatch_job_problem(jsonb) is 'What is wrong with a job that is to be staged; null when nothing is.';
+
+create or replace function dispatch_refuse_jobs(p_jobs jsonb)
+returns void
+language plpgsql
+as $$
+declare
+  v_bad record;
+begin
+  if jsonb_typeof(p_jobs) is distinct from 'array' then
+    perform dispatch_raise('PD003', 'invalid jobs: an array of objects is needed', format('Given was %s.', coalesce(jsonb_typeof(p_jobs), 'null')),
+      'Nothing was staged. Pass an array, like [{"task_name": "send", "args": {"to": 7}}].');
+  end if;
+  select position - 1 as position, dispatch_job_problem(job) as problem, job
+  into v_bad
+  from jsonb_array_elements(p_jobs) with ordinality as jobs (job, position)
+  where dispatch_job_problem(job) is not null
+  limit 1;
+  if found then
+    perform dispatch_raise('PD003', format('invalid job at position %s: %s', v_bad.position, v_bad.problem),
+      format('The job is %s.', left(v_bad.job::text, 500)), 'Nothing was staged. Positions count from 0.');
+  end if;
+end;
+$$;
+comment on function dispatch_refuse_jobs(jsonb) is 'Raises PD003 for the first invalid job, naming its position.';
+
+create or replace function dispatch_shard(p_policy dispatch_policies, p_context jsonb)
+returns text
+language plpgsql
+immutable
+parallel safe
+as $$
+begin
+  return coalesce(nullif(dispatch_partition_key(p_policy.shard_by, p_context), ''), 'default');
+end;
+$$;
+comment on function dispatch_shard(dispatch_policies, jsonb) is 'The shard of a context: made like a partition key; ''default'' when it would be empty.';
+
+create or replace function dispatch_named_part(p_args jsonb, p_paths text[])
+returns jsonb
+language plpgsql
+immutable
+parallel safe
+as $$
+declare
+  v_part jsonb := '{}';
+  v_dotted text;
+  v_path text[];
+begin
+  foreach v_dotted in array p_paths loop
+    v_path := string_to_array(v_dotted, '.');
+    if p_args #> v_path is not null then
+      for v_depth in 1 .. cardinality(v_path) - 1 loop
+        if jsonb_typeof(v_part #> v_path[:v_depth]) is distinct from 'object' then
+          v_part := jsonb_set(v_part, v_path[:v_depth], '{}');
+        end if;
+      end loop;
+      v_part := jsonb_set(v_part, v_path, p_args #> v_path);
+    end if;
+  end loop;
+  return v_part;
+end;
+$$;
+comment on function dispatch_named_part(jsonb, text[]) is 'Of an object, the values at some dotted paths: the context of a job that was staged without one.';
+
+create or replace function dispatch_stage_many(p_policy text, p_jobs jsonb)
+returns setof bigint
+language plpgsql
+set search_path from current
+as $$
+declare
+  v_now constant timestamptz := dispatch_now();
+  v_policy constant dispatch_policies := dispatch_policy(p_policy);
+  v_ids bigint[];
+  v_held record;
+  v_full record;
+begin
+  perform dispatch_refuse_jobs(p_jobs);
+
+  with given as materialized (
+    select
+      dispatch_next_job_id() as id,
+      position,
+      job,
+      coalesce(nullif(job -> 'args', 'null'), '{}') as args,
+      nullif(job -> 'context', 'null') as context,
+      dispatch_parse_time(job ->> 'scheduled_at') as scheduled_at
+    from jsonb_array_elements(p_jobs) with ordinality as given (job, position)
+  ), contexts as (
+    select *, coalesce(context, dispatch_named_part(args, v_policy.context_paths)) as kept
+    from given
+  ), keyed as (
+    select *, dispatch_partition_key(v_policy.partition_by, kept) as partition_key
+    from contexts
+  ), jobs as materialized (
+    select *, dispatch_partition_id(p_policy, partition_key) as partition_id
+    from keyed
+  ), staged as (
+    insert into dispatch_staged_jobs (id, partition_id, eligible_at, staged_at, scheduled_at, priority, policy_name, partition_key,
+      task_name, queue_name, lock, queueing_lock, args, context)
+    select
+      id, partition_id, coalesce(scheduled_at, '-infinity'), v_now, scheduled_at,
+      coalesce((job ->> 'priority')::integer, 0), p_policy, partition_key,
+      job ->> 'task_name', coalesce(job ->> 'queue_name', v_policy.queue_name),
+      job ->> 'lock', job ->> 'queueing_lock', args, kept
+    from jobs
+    order by position
+    on conflict (queueing_lock) where queueing_lock is not null and job_id is null do nothing
+    returning id
+  ), partitions as (
+    select partition_id, count(*) as jobs, greatest(min(coalesce(scheduled_at, v_now)), v_now) as due_at, max(id) as newest_id
+    from jobs
+    group by partition_id
+  ), notes as (
+    insert into dispatch_inbox (policy_name, partition_id, kind, jobs, due_at, newest_id, partition_key, shard, context)
+    select
+      p_policy, partitions.partition_id, 'staged', partitions.jobs, partitions.due_at, newest.id, newest.partition_key,
+      dispatch_shard(v_policy, newest.kept),
+      newest.kept
+    from partitions
+    join jobs as newest on newest.id = partitions.newest_id
+    order by partitions.partition_id
+  )
+  select array_agg(staged.id order by jobs.position)
+  into v_ids
+  from jobs
+  left join staged on staged.id = jobs.id;
+
+  -- A queueing lock is held by a job that waits here (no row came back) or that procrastinate has queued.
+  if array_position(v_ids, null) is not null or p_jobs @? '$[*].queueing_lock ? (@ != null)' then
+    select position - 1 as position, job ->> 'queueing_lock' as queueing_lock
+    into v_held
+    from jsonb_array_elements(p_jobs) with ordinality as given (job, position)
+    where job ->> 'queueing_lock' is not null
+      and (v_ids[position] is null or dispatch_queueing_lock_queued(job ->> 'queueing_lock'))
+    order by position
+    limit 1;
+    if found then
+      perform dispatch_raise('PD004', format('already enqueued: a job with the queueing lock %L waits', left(v_held.queueing_lock, 200)),
+        format('It is held against the job at position %s.', v_held.position), 'Nothing was staged. The lock is free again once the waiting job starts.');
+    end if;
+  end if;
+
+  if v_policy.max_pending is not null then
+    select added.partition_key, coalesce(p.pending_count, 0) as pending_count
+    into v_full
+    from (
+      select s.partition_id, s.partition_key, count(*) as jobs
+      from dispatch_staged_jobs as s
+      where s.id = any (v_ids)
+      group by s.partition_id, s.partition_key
+    ) as added
+    left join dispatch_partitions as p on p.id = added.partition_id
+    where coalesce(p.pending_count, 0) + added.jobs > v_policy.max_pending
+    order by added.partition_key
+    limit 1;
+    if found then
+      perform dispatch_raise('PD007', format('backlog of partition %L is full', left(v_full.partition_key, 200)),
+        format('%s jobs wait; policy %L allows %s.', v_full.pending_count, p_policy, v_policy.max_pending), 'Nothing was staged. Try again when jobs were admitted.');
+    end if;
+  end if;
+
+  if v_ids is not null then
+    perform dispatch_wake(p_policy);
+  end if;
+  return query select unnest(v_ids);
+end;
+$$;
+comment on function dispatch_stage_many(text, jsonb) is 'Stages an array of jobs, all or nothing, and returns their ids in the order of the array. A job is an object with task_name and, if wanted, args, context, queue_name, priority, lock, queueing_lock, scheduled_at (ISO 8601 with offset). Raises PD001 (unknown policy), PD003 (invalid job, with its position), PD004 (queueing lock held), PD007 (backlog full).';
+
+create or replace function dispatch_stage(
+  p_policy text,
+  p_task_name text,
+  p_args jsonb default '{}',
+  p_context jsonb default null,
+  p_queue_name text default null,
+  p_priority integer default 0,
+  p_lock text default null,
+  p_queueing_lock text default null,
+  p_scheduled_at timestamptz default null
+)
+returns bigint
+language plpgsql
+set search_path from current
+as $$
+declare
+  v_id bigint;
+begin
+  select id into v_id
+  from dispatch_stage_many(p_policy, jsonb_build_array(jsonb_build_object(
+    'task_name', p_task_name, 'args', p_args, 'context', p_context, 'queue_name', p_queue_name, 'priority', p_priority,
+    'lock', p_lock, 'queueing_lock', p_queueing_lock, 'scheduled_at', p_scheduled_at
+  ))) as id;
+  return v_id;
+end;
+$$;
+comment on function dispatch_stage(text, text, jsonb, jsonb, text, integer, text, text, timestamptz) is 'Stages one job in a policy and returns its id; commits and rolls back with the caller''s transaction. The context, from which limits are read, defaults to the named parts of args. Errors as dispatch_stage_many().';

@@ -1,0 +1,110 @@
+-- Fairness: in which order the claimed partitions of a tick come, and how a budget is shared among them.
+-- Fairness decides order and shares inside the claim, never who is claimed.
+
+create or replace function dispatch_decay(p_decayed double precision, p_elapsed double precision, p_half_life double precision)
+returns double precision
+language sql
+immutable
+parallel safe
+return case
+  when p_half_life is null or p_elapsed is null then p_decayed
+  else p_decayed * exp(greatest(-p_elapsed * ln(2::double precision) / p_half_life, -700))
+end;
+comment on function dispatch_decay(double precision, double precision, double precision) is 'An exponentially decayed count after p_elapsed seconds: it halves every p_half_life seconds. The exponent is clamped, so that a long idle time cannot underflow.';
+
+create or replace function dispatch_share(p_demands integer[], p_weights double precision[], p_budget integer)
+returns integer[]
+language plpgsql
+immutable
+parallel safe
+as $$
+declare
+  v_shares integer[];
+  v_left double precision := p_budget;
+  v_weight double precision;
+  v_rest integer;
+  v_row record;
+begin
+  if p_budget is null or p_budget >= (select coalesce(sum(demand), 0) from unnest(p_demands) as demand) then
+    return p_demands;
+  end if;
+
+  -- Water-filling: those who want least per weight are served first and leave what they do not use to the others.
+  v_weight := (select sum(weight) from unnest(p_weights) as weight);
+  v_shares := array_fill(0, array[cardinality(p_demands)]);
+  for v_row in
+    select ordinality::integer as i, demand, weight
+    from unnest(p_demands, p_weights) with ordinality as claims (demand, weight, ordinality)
+    order by demand / weight, ordinality
+  loop
+    v_shares[v_row.i] := floor(least(v_row.demand, v_left * v_row.weight / v_weight) + 1e-9);
+    v_left := v_left - least(v_row.demand, v_left * v_row.weight / v_weight);
+    v_weight := v_weight - v_row.weight;
+  end loop;
+
+  -- What rounding down left goes out one each, to those who came first.
+  v_rest := p_budget - (select sum(share) from unnest(v_shares) as share);
+  while v_rest > 0 loop
+    for v_row in
+      select ordinality::integer as i
+      from unnest(p_demands, v_shares) with ordinality as claims (demand, share, ordinality)
+      where share < demand
+      order by ordinality
+      limit v_rest
+    loop
+      v_shares[v_row.i] := v_shares[v_row.i] + 1;
+      v_rest := v_rest - 1;
+    end loop;
+  end loop;
+  return v_shares;
+end;
+$$;
+comment on function dispatch_share(integer[], double precision[], integer) is 'Max-min fair shares of a budget by weight (Bertsekas and Gallager, Data Networks, 6.5.2), in whole jobs: nobody gets more than it wants, nothing is left over while somebody wants it, and of what rounding leaves the first get one each. A null budget gives everybody its demand.';
+
+create or replace function dispatch_share_budget(p_policy dispatch_policies, p_claims dispatch_claim[], p_now timestamptz)
+returns dispatch_claim[]
+language plpgsql
+set search_path from current
+as $$
+declare
+  v_demands integer[];
+  v_shares integer[];
+begin
+  if p_policy.tick_admission_budget is null then
+    return p_claims;
+  end if;
+
+  v_demands := array(
+    select (
+      select count(*)
+      from (
+        select
+        from dispatch_staged_jobs as s
+        where s.partition_id = c.partition_id
+          and s.eligible_at <= p_now
+        limit c.allowed
+      ) as ready
+    )::integer
+    from unnest(p_claims) as c
+    order by c.ordinal
+  );
+  v_shares := dispatch_share(
+    v_demands,
+    array(
+      select coalesce(nullif(greatest((c.params ->> 'fairness.weight')::numeric, 0), 0), 1)::double precision
+      from unnest(p_claims) as c
+      order by c.ordinal
+    ),
+    p_policy.tick_admission_budget);
+
+  return array(
+    select case
+      when v_shares[c.ordinal] = v_demands[c.ordinal] then c
+      else dispatch_narrow(c, c.gate_state, v_shares[c.ordinal], p_now, p_now, 'budget_exhausted')
+    end
+    from unnest(p_claims) as c
+    order by c.ordinal
+  );
+end;
+$$;
+comment on function dispatch_share_budget(dispatch_policies, dispatch_claim[], timestamptz) is 'The claims after sharing tick_admission_budget among those that have ready jobs; who gets none is denied with budget_exhausted and due again at once.';

@@ -1,0 +1,190 @@
+-- Admission up to the hand-off: claim the due partitions, pass the gates, share the budget, pick the jobs.
+-- Invariants: a claimed partition's row is locked until the tick commits, so no other tick decides for it; the claim reads
+-- one index in due order, so the longest waiting comes first; jobs are picked in (priority desc, eligible_at, id), read
+-- from the index of that order. Nothing is written here.
+
+create or replace function dispatch_lock_due(p_policy dispatch_policies, p_shard text, p_now timestamptz)
+returns setof dispatch_partitions
+language plpgsql
+set search_path from current
+as $$
+begin
+  if p_shard is null or p_shard = 'default' then
+    return query
+      select *
+      from dispatch_partitions
+      where policy_name = p_policy.policy_name
+        and due_at <= p_now
+        and (p_shard is null or shard = p_shard)
+      order by due_at
+      limit p_policy.partition_batch_size
+      for update skip locked;
+  else
+    return query
+      select *
+      from dispatch_partitions
+      where policy_name = p_policy.policy_name
+        and shard = p_shard
+        and shard <> 'default'
+        and due_at <= p_now
+      order by due_at
+      limit p_policy.partition_batch_size
+      for update skip locked;
+  end if;
+end;
+$$;
+comment on function dispatch_lock_due(dispatch_policies, text, timestamptz) is 'Locks the partitions that are due longest, up to partition_batch_size; those that another tick holds are left to it.';
+
+create or replace function dispatch_new_claim(p_policy dispatch_policies, p_partition dispatch_partitions, p_ordinal integer)
+returns dispatch_claim
+language plpgsql
+immutable
+parallel safe
+as $$
+begin
+  return row(p_ordinal, p_partition.id, p_partition.partition_key, p_partition.context, p_policy.literals, p_partition.gate_state,
+    p_partition.in_flight_count, p_policy.admission_batch_size, null, null, null)::dispatch_claim;
+end;
+$$;
+comment on function dispatch_new_claim(dispatch_policies, dispatch_partitions, integer) is 'A partition as a claim that no gate has seen yet.';
+
+create or replace function dispatch_claims(p_policy dispatch_policies, p_shard text, p_now timestamptz)
+returns dispatch_claim[]
+language plpgsql
+set search_path from current
+as $$
+begin
+  return array(
+    select case
+      when pause.id is not null then dispatch_narrow(claim, (claim).gate_state, 0, 'infinity', 'infinity', 'paused')
+      else claim
+    end
+    from (
+      select
+        id,
+        dispatch_new_claim(p_policy, p, row_number() over (
+          order by
+            case when p_policy.half_life is not null then
+              dispatch_decay(p.decayed_admits, extract(epoch from p_now - p.decayed_at)::double precision, p_policy.half_life)
+            end,
+            p.due_at, p.id
+        )::integer) as claim
+      from dispatch_lock_due(p_policy, p_shard, p_now) as p
+    ) as claims
+    left join dispatch_pauses as pause on pause.id = claims.id
+    order by (claim).ordinal
+  );
+end;
+$$;
+comment on function dispatch_claims(dispatch_policies, text, timestamptz) is 'Locks and returns the due partitions of a policy as claims, the least recently served first.';
+
+-- The ready jobs of a partition in order. Where jobs of a higher priority wait for their time, they stand in front of the
+-- ready ones in the index; so it is read priority by priority, and within each only up to now.
+create or replace function dispatch_pick_ready(p_partition_id uuid, p_now timestamptz, p_limit integer)
+returns table (id bigint, priority integer, eligible_at timestamptz)
+language plpgsql
+set search_path from current
+as $$
+declare
+  v_priority integer;
+  v_left integer := p_limit;
+  v_found integer;
+begin
+  select max(s.priority) into v_priority from dispatch_staged_jobs as s where s.partition_id = p_partition_id;
+  while v_priority is not null and v_left > 0 loop
+    return query
+      select s.id, s.priority, s.eligible_at
+      from dispatch_staged_jobs as s
+      where s.partition_id = p_partition_id
+        and s.priority = v_priority
+        and s.eligible_at <= p_now
+      order by s.eligible_at, s.id
+      limit v_left
+      for update skip locked;
+    get diagnostics v_found = row_count;
+    v_left := v_left - v_found;
+    select max(s.priority) into v_priority
+    from dispatch_staged_jobs as s
+    where s.partition_id = p_partition_id
+      and s.priority < v_priority;
+  end loop;
+end;
+$$;
+comment on function dispatch_pick_ready(uuid, timestamptz, integer) is 'Locks the first p_limit ready jobs of a partition some of whose jobs are not ready yet.';
+
+-- Across partitions the batch is interleaved, one each in fairness order, then the second each, and so on.
+create or replace function dispatch_pick(p_claims dispatch_claim[], p_now timestamptz)
+returns bigint[]
+language plpgsql
+set search_path from current
+as $$
+begin
+  return array(
+    with claims as materialized (
+      select
+        c.ordinal, c.partition_id, c.allowed,
+        exists (
+          select from dispatch_staged_jobs as s
+          where s.partition_id = c.partition_id
+            and s.eligible_at > p_now
+        ) as some_wait
+      from unnest(p_claims) as c
+      where c.allowed > 0
+    ), picked as (
+      select claims.ordinal, jobs.id, row_number() over (partition by claims.ordinal order by jobs.priority desc, jobs.eligible_at, jobs.id) as turn
+      from claims
+      cross join lateral (
+        select s.id, s.priority, s.eligible_at
+        from dispatch_staged_jobs as s
+        where s.partition_id = claims.partition_id
+        order by s.priority desc, s.eligible_at, s.id
+        limit claims.allowed
+        for update skip locked
+      ) as jobs
+      where not claims.some_wait
+      union all
+      select claims.ordinal, jobs.id, row_number() over (partition by claims.ordinal order by jobs.priority desc, jobs.eligible_at, jobs.id)
+      from claims
+      cross join lateral dispatch_pick_ready(claims.partition_id, p_now, claims.allowed) as jobs
+      where claims.some_wait
+    )
+    select id
+    from picked
+    order by turn, ordinal
+  );
+end;
+$$;
+comment on function dispatch_pick(dispatch_claim[], timestamptz) is 'Locks the jobs that the claims allow and returns their ids in hand-off order.';
+
+create or replace function dispatch_decide(p_policy dispatch_policies, p_shard text)
+returns dispatch_handoffs
+language plpgsql
+set search_path from current
+as $$
+declare
+  v_handoff dispatch_handoffs;
+begin
+  v_handoff.policy_name := p_policy.policy_name;
+  v_handoff.shard := p_shard;
+  v_handoff.started_at := clock_timestamp();
+  v_handoff.decided_at := dispatch_now();
+  v_handoff.claims := '{}';
+  v_handoff.staged_ids := '{}';
+
+  perform dispatch_fold(p_policy.policy_name, v_handoff.decided_at);
+  if exists (select from dispatch_pauses where id = dispatch_partition_id(p_policy.policy_name, null)) then
+    return v_handoff;
+  end if;
+
+  v_handoff.claims := dispatch_claims(p_policy, p_shard, v_handoff.decided_at);
+  if v_handoff.claims <> '{}' then
+    v_handoff.decided_at := dispatch_now();
+    v_handoff.claims := dispatch_pass_gates(p_policy.gates,
+      dispatch_resolve(p_policy, v_handoff.claims, v_handoff.decided_at), v_handoff.decided_at);
+    v_handoff.claims := dispatch_share_budget(p_policy, v_handoff.claims, v_handoff.decided_at);
+    v_handoff.staged_ids := dispatch_pick(v_handoff.claims, v_handoff.decided_at);
+  end if;
+  return v_handoff;
+end;
+$$;
+comment on function dispatch_decide(dispatch_policies, text) is 'One tick of a policy up to the hand-off: what is claimed, what the gates say, which jobs are to go. The clock is read once the claims are locked.';

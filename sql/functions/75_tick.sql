@@ -1,0 +1,99 @@
+-- The tick, whole in SQL, and what tells its caller when to come back.
+-- Any number of ticks may run at once: row locks keep them apart, and none waits for another.
+
+create or replace function dispatch_tick_policy(p_policy dispatch_policies, p_shard text)
+returns dispatch_tick_result
+language plpgsql
+set search_path from current
+as $$
+declare
+  v_handoff constant dispatch_handoffs := dispatch_decide(p_policy, p_shard);
+begin
+  return dispatch_settle_outcomes(p_policy, v_handoff, dispatch_hand_off(v_handoff.staged_ids));
+end;
+$$;
+comment on function dispatch_tick_policy(dispatch_policies, text) is 'One tick of one policy, hand-off included.';
+
+create or replace function dispatch_tick(p_policy text default null, p_shard text default null)
+returns setof dispatch_tick_result
+language plpgsql
+set search_path from current
+as $$
+declare
+  v_policy dispatch_policies;
+begin
+  if p_policy is not null then
+    return next dispatch_tick_policy(dispatch_policy(p_policy), p_shard);
+    return;
+  end if;
+
+  for v_policy in select * from dispatch_policies order by policy_name loop
+    begin
+      return next dispatch_tick_policy(v_policy, p_shard);
+    exception
+      when others then
+        if dispatch_is_nobodys_fault(sqlstate) then
+          raise;
+        end if;
+        raise warning 'pydispatch: the tick of policy % failed: % (SQLSTATE %)', v_policy.policy_name, sqlerrm, sqlstate;
+        return next row(v_policy.policy_name, 0, 0, 0, 0, 0, jsonb_build_object('tick_error', 1), 0)::dispatch_tick_result;
+    end;
+  end loop;
+end;
+$$;
+comment on function dispatch_tick(text, text) is 'One tick of a policy, or of all (null), for one shard or for all (null): folds the inbox, claims due partitions, passes their gates, hands the admitted jobs to procrastinate and settles, all in this transaction. One row a policy. Of several policies, one that fails is reported (a warning, and tick_error among denied_reasons) and stops no other. Raises PD001 for an unknown policy.';
+
+create or replace function dispatch_next_due(p_policy text default null, p_shard text default null)
+returns timestamptz
+language plpgsql
+stable
+set search_path from current
+as $$
+begin
+  return (
+    select min(case
+      when exists (select from dispatch_inbox as i where i.policy_name = policy.policy_name) then dispatch_now()
+      when exists (select from dispatch_pauses as pause where pause.id = dispatch_partition_id(policy.policy_name, null)) then null
+      else (
+        select p.due_at
+        from dispatch_partitions as p
+        where p.policy_name = policy.policy_name
+          and p.due_at < 'infinity'
+          and (p_shard is null or p.shard = p_shard)
+        order by p.due_at
+        limit 1
+      )
+    end)
+    from dispatch_policies as policy
+    where p_policy is null or policy.policy_name = p_policy
+  );
+end;
+$$;
+comment on function dispatch_next_due(text, text) is 'When the next tick is worth its while: a driver may sleep until then, or until it is notified. Null when nothing waits for a time; in the past when something is due.';
+
+-- A procedure that commits may not pin its search_path. It finds its schema by its own name, and calls by full name.
+create or replace procedure dispatch_run(p_max_duration interval)
+language plpgsql
+as $$
+declare
+  v_until constant timestamptz := clock_timestamp() + p_max_duration;
+  v_context text;
+  v_schema text;
+  v_seen bigint;
+  v_due boolean;
+begin
+  get diagnostics v_context = pg_context;
+  select n.nspname into v_schema
+  from pg_proc as p
+  join pg_namespace as n on n.oid = p.pronamespace
+  where p.oid = substring(v_context from 'function (.*\(.*?\)) line')::regprocedure;
+
+  loop
+    execute format('select coalesce(sum(partitions_seen), 0) from %I.dispatch_tick()', v_schema) into v_seen;
+    commit;
+    execute format('select coalesce(%1$I.dispatch_next_due() <= %1$I.dispatch_now(), false)', v_schema) into v_due;
+    exit when clock_timestamp() >= v_until or not v_due or v_seen = 0;
+  end loop;
+end;
+$$;
+comment on procedure dispatch_run(interval) is 'For cron: ticks all policies, committing each tick, until nothing is due (or other ticks hold all that is), or the time is up. Call it outside a transaction.';
