@@ -149,8 +149,8 @@ def translated(error: BaseException) -> DispatchError | None:
         return None
     return _BY_SQLSTATE.get(sqlstate, DispatchError)(
         diag.message_primary or "",
-        detail=diag.message_detail,
-        hint=diag.message_hint,
+        detail=diag.message_detail or None,
+        hint=diag.message_hint or None,
         sqlstate=sqlstate,
     )
 

@@ -1,0 +1,121 @@
+"""What the command line prints: tables for people, JSON for scripts.
+
+On a terminal tables have lines and colour and fold to its width. Elsewhere they are plain columns
+and nothing is cut off, however long. No value can send control characters to the terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import date, timedelta
+from decimal import Decimal
+from typing import Any
+
+import rich.box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["print_error", "print_json", "print_line", "print_rows"]
+
+_WIDE = 100_000  # columns of a page that is no terminal
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON document. Times are ISO 8601, durations seconds."""
+    print(json.dumps(value, default=_plain, ensure_ascii=False, indent=2))
+
+
+def print_line(line: str) -> None:
+    """Print a line for people."""
+    _console().print(_shown(line))
+
+
+def print_rows(rows: Sequence[Mapping[str, Any]], *, empty: str) -> None:
+    """Print rows as a table with their keys as headings, or the sentence that there are none."""
+    if not rows:
+        print_line(empty)
+        return
+    console = _console()
+    table = Table(
+        box=rich.box.SIMPLE_HEAD if console.is_terminal else None,
+        header_style="bold",
+        pad_edge=False,
+    )
+    for name in rows[0]:
+        is_number = all(isinstance(row[name], (int, float, Decimal, type(None))) for row in rows)
+        table.add_column(
+            name.replace("_", " "), justify="right" if is_number else "left", overflow="fold"
+        )
+    for row in rows:
+        table.add_row(*(_shown(value) for value in row.values()))
+    console.print(table)
+
+
+def print_error(
+    message: str,
+    *,
+    detail: str | None = None,
+    hint: str | None = None,
+    sqlstate: str | None = None,
+    as_json: bool = False,
+) -> None:
+    """Print what went wrong to standard error."""
+    if as_json:
+        report = {"sqlstate": sqlstate, "message": message, "detail": detail, "hint": hint}
+        print(json.dumps({"error": report}, ensure_ascii=False, indent=2), file=sys.stderr)
+        return
+    console = _console(error=True)
+    console.print(Text(f"error {sqlstate}: " if sqlstate else "error: ", "bold red"), end="")
+    console.print(_shown(message, keep="\n\t"))
+    for label, text in (("detail", detail), ("hint", hint)):
+        if text:
+            console.print(Text(f"{label}: ", "bold"), end="")
+            console.print(_shown(text, keep="\n\t"))
+
+
+def _console(*, error: bool = False) -> Console:
+    file = sys.stderr if error else sys.stdout
+    terminal = file.isatty()
+    return Console(
+        file=file,
+        width=None if terminal else _WIDE,
+        soft_wrap=not terminal,
+        force_terminal=terminal,
+        highlight=False,
+    )
+
+
+def _shown(value: Any, keep: str = "") -> Text:
+    """A value as literal text, with what is not printable (nor among ``keep``) escaped."""
+    if value is None:
+        return Text("-")
+    if isinstance(value, date):
+        text = value.isoformat(**({"sep": " "} if hasattr(value, "hour") else {}))
+    elif isinstance(value, (Mapping, list)):
+        text = json.dumps(value, default=_plain, ensure_ascii=False)
+    elif isinstance(value, bool):
+        text = "yes" if value else "no"
+    else:
+        text = str(value)
+    return Text(
+        "".join(
+            char if char.isprintable() or char in keep else char.encode("unicode_escape").decode()
+            for char in text
+        )
+    )
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no type for, as something that it has."""
+    if isinstance(value, date):
+        return value.isoformat()
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    if isinstance(value, Iterable):
+        return list(value)
+    return str(value)
