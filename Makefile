@@ -52,4 +52,4 @@ $(VENV)/embedded: $(bin)/python pyproject.toml
 $(bin)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and \
 		"Python 3.10 or newer is needed: make ... PYTHON=python3.12")'
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }

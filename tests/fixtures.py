@@ -21,7 +21,15 @@ from tests.extensions import UnavailableError, load_plpgsql_check, pgtap_sql
 from tests.support import Clock, wait_for
 
 TEMPLATE = "dispatch_template"
+OUR_VARIABLES = ("PG_BIN", "PG_VERSION", "PGTAP_SQL")
 Connect = Callable[..., psycopg.Connection]
+
+
+def pytest_configure() -> None:
+    """Keep what leads to a database of the developer's out of the tests."""
+    for name in list(os.environ):
+        if name == "DATABASE_URL" or (name.startswith("PG") and name not in OUR_VARIABLES):
+            del os.environ[name]
 
 
 @pytest.fixture(scope="session")
