@@ -38,6 +38,11 @@ declare
             and d.deptype in ('a', 'i')
         )
       union all
+      select format('trigger %I on %s', t.tgname, t.tgrelid::regclass)
+      from pg_trigger t
+      join pg_class c on c.oid = t.tgrelid
+      where t.xmin = $1 and c.relnamespace = $2 and not t.tgisinternal
+      union all
       select 'index ' || i.oid::regclass
       from pg_class i
       join pg_index x on x.indexrelid = i.oid

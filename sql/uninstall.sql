@@ -9,7 +9,7 @@ declare
   v_search_path constant text := current_setting('search_path');
   v_client_min_messages constant text := current_setting('client_min_messages');
   v_staged boolean := false;
-  v_trigger record;
+  v_stuck boolean := false;
   v_doomed text[];
   v_kept text[];
   v_object text;
@@ -20,26 +20,31 @@ begin
   perform set_config('client_min_messages', 'warning', true);
 
   if to_regclass('dispatch_migrations') is not null then
-    if to_regclass('dispatch_staged_jobs') is not null and not v_force then
+    if to_regclass('dispatch_staged_jobs') is not null then
       -- Enqueuers have to wait from here on, or a job could slip in behind the look.
-      lock table dispatch_staged_jobs in share mode;
+      lock table dispatch_staged_jobs in share row exclusive mode;
       execute 'select exists (select from dispatch_staged_jobs)' into v_staged;
     end if;
-    if v_staged then
+    if v_staged and not v_force then
       raise exception 'jobs are still staged in schema %', quote_ident(v_schema)
         using errcode = 'PD005',
           hint = 'Let them be admitted or cancel them, or force the removal, which loses them.';
     end if;
-
-    for v_trigger in
-      select t.tgname, t.tgrelid::regclass as relation
-      from pg_trigger t
-      where not t.tgisinternal and 'function ' || t.tgfoid::regprocedure in (
-        select unnest(m.creates) from dispatch_migrations m
-      )
-    loop
-      execute format('drop trigger %I on %s', v_trigger.tgname, v_trigger.relation);
-    end loop;
+    if v_staged and to_regproc('dispatch_release') is not null then
+      -- A retry that waits here is procrastinate's own job: it goes back into its queue.
+      execute $sql$
+        select bool_or(released.job_id is null)
+        from unnest(dispatch_release(
+          array(select id from dispatch_staged_jobs where job_id is not null)
+        )) released
+      $sql$ into v_stuck;
+      if v_stuck then
+        raise exception 'a retried job cannot go back into its queue yet'
+          using errcode = 'PD005',
+            detail = 'Another job holds its queueing lock, or another session its row.',
+            hint = 'Try again later, or cancel it.';
+      end if;
+    end if;
 
     select array_agg(distinct o) into v_doomed from dispatch_migrations m, unnest(m.creates) o;
     v_dropped := coalesce(v_doomed, '{}') || 'table dispatch_migrations'::text;

@@ -349,6 +349,18 @@ class TestRepeatables:
         assert not gone & ours(db)
         assert "dispatch_watch()" in ours(db), "a migration's own function stays"
 
+    def test_trigger_goes_with_the_file_that_made_it(self, db, write):
+        trigger = """
+            create or replace function dispatch_look() returns trigger
+            language plpgsql as 'begin return null; end';
+            create or replace trigger zz_dispatch_look after insert on procrastinate_jobs
+            for each statement execute function dispatch_look();
+        """
+        migrate(db, root=write({"functions/30_look.sql": trigger}))
+        migrate(db, root=write())
+        assert not {"dispatch_look()", "dispatch_look"} & ours(db)
+        assert value(db, "select count(*) from pg_trigger where tgname like 'zz%%'") == 0
+
     def test_signature_that_changed_leaves_no_overload_behind(self, db, write):
         migrate(db, root=write())
         migrate(
@@ -517,6 +529,22 @@ class TestUninstall:
         assert "dispatch_staged_jobs" in ours(db)
         uninstall(db, force=True)
         assert ours(db) == set()
+
+    def test_retry_that_waits_goes_back_into_procrastinates_queue(self, conn):
+        conn.execute("select dispatch_define_policy('p', '{}')")
+        conn.execute("select dispatch_stage('p', 'task')")
+        conn.execute("select * from dispatch_tick()")
+        job = value(conn, "select (procrastinate_fetch_job_v2(null, null)).id")
+        retry_at = value(conn, "select date_trunc('second', now()) + interval '1 hour'")
+        conn.execute(
+            "select procrastinate_retry_job_v2(%s, %s, 7, null, 'a lock')", [job, retry_at]
+        )
+        assert value(conn, "select scheduled_at from procrastinate_jobs") != retry_at
+        with pytest.raises(errors.PolicyNotEmpty):
+            uninstall(conn)
+        uninstall(conn, force=True)
+        row = conn.execute("select scheduled_at, priority, lock from procrastinate_jobs").fetchone()
+        assert row == (retry_at, 7, "a lock")
 
 
 class TestFiles:
