@@ -18,6 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from pydispatch.errors import DispatchError
+
 __all__ = ["print_error", "print_json", "print_line", "print_rows"]
 
 _WIDE = 100_000  # columns of a page that is no terminal
@@ -54,26 +56,26 @@ def print_rows(rows: Sequence[Mapping[str, Any]], *, empty: str) -> None:
     console.print(table)
 
 
-def print_error(
-    message: str,
-    *,
-    detail: str | None = None,
-    hint: str | None = None,
-    sqlstate: str | None = None,
-    as_json: bool = False,
-) -> None:
+def print_error(error: DispatchError, *, as_json: bool) -> None:
     """Print what went wrong to standard error."""
     if as_json:
-        report = {"sqlstate": sqlstate, "message": message, "detail": detail, "hint": hint}
+        report = {
+            "sqlstate": error.sqlstate or None,
+            "message": error.message,
+            "detail": error.detail,
+            "hint": error.hint,
+        }
         print(json.dumps({"error": report}, ensure_ascii=False, indent=2), file=sys.stderr)
         return
     console = _console(error=True)
-    console.print(Text(f"error {sqlstate}: " if sqlstate else "error: ", "bold red"), end="")
-    console.print(_shown(message, keep="\n\t"))
-    for label, text in (("detail", detail), ("hint", hint)):
+    label = f"error {error.sqlstate}" if error.sqlstate else "error"
+    for style, name, text in (
+        ("bold red", label, error.message),
+        ("bold", "detail", error.detail),
+        ("bold", "hint", error.hint),
+    ):
         if text:
-            console.print(Text(f"{label}: ", "bold"), end="")
-            console.print(_shown(text, keep="\n\t"))
+            console.print(Text(f"{name}: ", style) + _shown(text, keep="\n\t"))
 
 
 def _console(*, error: bool = False) -> Console:

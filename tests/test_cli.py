@@ -244,6 +244,37 @@ class TestStatus:
         assert len(shown.splitlines()) == 2
 
 
+class TestOperate:
+    def test_cancel(self, cli, conn):
+        stage(conn, "p", 1)
+        ((job_id,),) = conn.execute("select id from dispatch_staged_jobs").fetchall()
+        assert cli("cancel", str(job_id)).stdout == f"cancelled job {job_id}\n"
+        assert conn.execute("select id from dispatch_staged_jobs").fetchall() == []
+        assert cli("cancel", str(job_id), code=1).stderr.startswith("error PD006: ")
+
+    def test_sweep(self, cli):
+        assert all(row["affected"] == 0 for row in cli("sweep", "--json"))
+
+    def test_settings(self, cli, conn):
+        before = {row["name"]: row for row in cli("settings", "--json")}
+        assert before["metrics_retention"]["value"] == 86400
+        (row,) = cli("settings", "metrics_retention", "3600.5", "--json")
+        assert (row["value"], row["default_value"]) == (3600.5, 86400)
+        (row,) = cli("settings", "metrics_retention", "default", "--json")
+        assert row["value"] == 86400
+        assert "metrics_retention" in cli("settings").stdout
+
+    @pytest.mark.parametrize(
+        "arguments", [["nothing"], ["nothing", "1"], ["metrics_retention", "-1"]]
+    )
+    def test_wrong_setting_is_an_error(self, cli, arguments):
+        result = cli("settings", "--", *arguments, code=1)
+        assert result.stderr.startswith("error PD009: ")
+
+    def test_value_that_is_no_number_is_an_error(self, cli):
+        assert "soon" in cli("settings", "metrics_retention", "soon", code=1).stderr
+
+
 class TestProcess:
     """What only a process of its own shows."""
 
