@@ -160,9 +160,11 @@ as $$
 declare
   v_policy constant dispatch_policies := dispatch_policy(p_policy);
   v_handoff dispatch_handoffs := dispatch_decide(v_policy, p_shard);
+  v_nothing dispatch_payload;
 begin
   if not exists (select from dispatch_staged_jobs where id = any (v_handoff.staged_ids) and job_id is null) then
-    perform dispatch_settle_outcomes(v_policy, v_handoff, dispatch_release(v_handoff.staged_ids));
+    v_nothing.tick := dispatch_settle_outcomes(v_policy, v_handoff, dispatch_release(v_handoff.staged_ids));
+    return next v_nothing;
     return;
   end if;
 
@@ -172,14 +174,14 @@ begin
 
   return query
     select v_handoff.id, s.id, s.policy_name, s.partition_key, s.task_name, s.queue_name, s.priority, s.lock, s.queueing_lock,
-      s.scheduled_at, s.args, s.attempts
+      s.scheduled_at, s.args, s.attempts, null::dispatch_tick_result
     from unnest(v_handoff.staged_ids) with ordinality as picked (id, place)
     join dispatch_staged_jobs as s on s.id = picked.id
     where s.job_id is null
     order by picked.place;
 end;
 $$;
-comment on function dispatch_admit(text, text) is 'One tick of a policy up to the hand-off, for a driver that hands off itself: returns the admitted jobs in hand-off order, which the driver must pass on and settle with dispatch_settle() in the same transaction; a commit without that is refused (PD008). No rows: nothing to hand off, nothing to settle. Raises PD001 for an unknown policy.';
+comment on function dispatch_admit(text, text) is 'One tick of a policy up to the hand-off, for a driver that hands off itself: returns the admitted jobs in hand-off order, which the driver must pass on and settle with dispatch_settle() in the same transaction; a commit without that is refused (PD008). Where there is nothing to hand off, and so nothing to settle, it returns one row, whose tick says what was done and whose other columns are null. Raises PD001 for an unknown policy.';
 
 create or replace function dispatch_settle(p_handoff_id bigint, p_ids bigint[], p_job_ids bigint[], p_errors text[])
 returns dispatch_tick_result
@@ -193,7 +195,7 @@ begin
   delete from dispatch_handoffs where id = p_handoff_id returning * into v_handoff;
   if not found then
     perform dispatch_raise('PD008', format('hand-off %s is not open', p_handoff_id), null,
-      'Call dispatch_settle() once for each dispatch_admit() that returned rows, in the same transaction.');
+      'Call dispatch_settle() once for each dispatch_admit() that returned jobs, in the same transaction.');
   end if;
 
   v_parked := array(

@@ -167,6 +167,115 @@ end;
 $$;
 comment on function dispatch_lag_ms(bigint, timestamptz) is 'Milliseconds from a job''s admission to its first start after it; null when it did not start.';
 
+create or replace function dispatch_slots_without_job(p_limit integer)
+returns setof bigint
+language plpgsql
+set search_path from current
+as $$
+begin
+  return query
+    select slot.job_id
+    from dispatch_inflight_jobs as slot
+    where not exists (select from procrastinate_jobs as job where job.id = slot.job_id and job.status in ('todo', 'doing'))
+    order by slot.job_id
+    limit p_limit
+    for update skip locked;
+end;
+$$;
+comment on function dispatch_slots_without_job(integer) is 'Slots, locked, whose job is neither queued nor running: procrastinate''s triggers were off, or the row went without them.';
+
+create or replace function dispatch_stalled(p_now timestamptz, p_since timestamptz)
+returns table (job_id bigint, policy_name text, worker_id bigint, last_sign_at timestamptz)
+language plpgsql
+stable
+set search_path from current
+as $$
+begin
+  return query
+    select job.id, admission.policy_name, job.worker_id, coalesce(worker.last_heartbeat, slot.orphaned_at, p_now)
+    from procrastinate_jobs as job
+    join lateral (
+      select a.policy_name from dispatch_admissions as a where a.job_id = job.id limit 1
+    ) as admission on true
+    left join procrastinate_workers as worker on worker.id = job.worker_id
+    left join dispatch_inflight_jobs as slot on slot.job_id = job.id
+    where job.status = 'doing'
+      and (slot.job_id is null or coalesce(worker.last_heartbeat, slot.orphaned_at, p_now) < p_since);
+end;
+$$;
+comment on function dispatch_stalled(timestamptz, timestamptz) is 'Running jobs of policies whose worker gave no sign since p_since, or that lost their slot for it before. A worker that procrastinate has forgotten gave its last sign when a sweep first missed it.';
+
+create or replace function dispatch_note_orphans(p_now timestamptz)
+returns void
+language plpgsql
+set search_path from current
+as $$
+begin
+  update dispatch_inflight_jobs as slot
+  set orphaned_at = p_now
+  from procrastinate_jobs as job
+  where job.id = slot.job_id
+    and job.status = 'doing'
+    and job.worker_id is null
+    and slot.orphaned_at is null;
+end;
+$$;
+comment on function dispatch_note_orphans(timestamptz) is 'procrastinate forgets a lost worker, and with it the heartbeat: notes when that was first seen.';
+
+create or replace function dispatch_retries_without_job(p_limit integer)
+returns setof bigint
+language plpgsql
+set search_path from current
+as $$
+begin
+  return query
+    select s.id
+    from dispatch_staged_jobs as s
+    where s.job_id is not null
+      and not exists (select from procrastinate_jobs as job where job.id = s.job_id and job.status = 'todo')
+    order by s.job_id
+    limit p_limit
+    for update skip locked;
+end;
+$$;
+comment on function dispatch_retries_without_job(integer) is 'Staged retries, locked, whose parked row is gone.';
+
+create or replace function dispatch_ended_admissions(p_before timestamptz, p_limit integer)
+returns setof bigint
+language plpgsql
+set search_path from current
+as $$
+begin
+  return query
+    select a.staged_id
+    from dispatch_admissions as a
+    where a.admitted_at < p_before
+      and not exists (select from procrastinate_jobs as job where job.id = a.job_id and job.status in ('todo', 'doing'))
+    limit p_limit
+    for update skip locked;
+end;
+$$;
+comment on function dispatch_ended_admissions(timestamptz, integer) is 'Admissions from before a time, locked, whose job is neither queued nor running.';
+
+create or replace function dispatch_retry_stalled(p_job_id bigint)
+returns boolean
+language plpgsql
+set search_path from current
+as $$
+begin
+  perform 1 from procrastinate_jobs where id = p_job_id and status = 'doing' for update skip locked;
+  if found then
+    perform procrastinate_retry_job_v2(p_job_id, null, null, null, null);
+  end if;
+  return found;
+exception
+  when unique_violation then
+    -- With retry_strategy bypass, a newer job may hold its queueing lock; the next sweep tries again.
+    return false;
+end;
+$$;
+comment on function dispatch_retry_stalled(bigint) is 'Retries a running job whose worker is lost. False when somebody holds its row, or a newer job its queueing lock.';
+
 create or replace function dispatch_free_slot(p_job_id bigint, p_succeeded boolean)
 returns boolean
 language plpgsql
@@ -308,6 +417,149 @@ exception
 end;
 $$;
 comment on function dispatch_forget_parking() is 'Trigger: takes the far schedule of a parked job out of procrastinate''s events, which retention by age would stumble over.';
+
+create or replace function dispatch_job_states(p_id bigint)
+returns setof dispatch_job_state
+language plpgsql
+stable
+set search_path from current
+as $$
+begin
+  return query
+    with staged as (
+      select s.id, 'staged', s.policy_name, s.partition_key, s.job_id, s.task_name, s.queue_name, s.attempts, s.staged_at,
+        null::timestamptz, null::timestamptz
+      from dispatch_staged_jobs as s
+      where s.id = p_id or s.job_id = p_id
+    ), dead as (
+      select d.id, 'dead', d.policy_name, d.partition_key, d.job_id, d.task_name, d.queue_name, d.attempts, d.staged_at,
+        null::timestamptz, d.died_at
+      from dispatch_dead_jobs as d
+      where d.id = p_id or d.job_id = p_id
+    ), admitted as (
+      select
+        a.staged_id,
+        case
+          when a.job_id is null or job.status = 'cancelled' then 'cancelled'
+          when job.status = 'todo' then 'queued'
+          when job.status = 'doing' then 'running'
+          else 'finished'
+        end,
+        a.policy_name, a.partition_key, a.job_id, job.task_name::text, job.queue_name::text, job.attempts, a.staged_at,
+        case when a.job_id is not null then a.admitted_at end,
+        case when a.job_id is null then a.admitted_at else dispatch_ended_at(a.job_id) end
+      from dispatch_admissions as a
+      left join procrastinate_jobs as job on job.id = a.job_id
+      where a.staged_id = p_id or a.job_id = p_id
+    ), foreign_jobs as (
+      select
+        job.id,
+        case job.status when 'todo' then 'queued' when 'doing' then 'running' when 'cancelled' then 'cancelled' else 'finished' end,
+        null::text, null::text, job.id, job.task_name::text, job.queue_name::text, job.attempts, null::timestamptz, null::timestamptz,
+        dispatch_ended_at(job.id)
+      from procrastinate_jobs as job
+      where job.id = p_id
+    )
+    select * from staged
+    union all
+    select * from dead
+    union all
+    select * from admitted
+    union all
+    select * from foreign_jobs
+    limit 1;
+end;
+$$;
+comment on function dispatch_job_states(bigint) is 'Where a job is, by the id that defer returned or by procrastinate''s; no row for an id that is neither.';
+
+create or replace function dispatch_ended_at(p_job_id bigint)
+returns timestamptz
+language plpgsql
+stable
+set search_path from current
+as $$
+begin
+  return (
+    select max(at)
+    from procrastinate_events
+    where job_id = p_job_id
+      and type in ('succeeded', 'failed', 'cancelled', 'aborted')
+      and exists (select from procrastinate_jobs where id = p_job_id and status not in ('todo', 'doing'))
+  );
+end;
+$$;
+comment on function dispatch_ended_at(bigint) is 'When a job ended, by procrastinate''s events; null while it has not, or when its row is gone.';
+
+create or replace function dispatch_job_status(p_id bigint)
+returns text
+language plpgsql
+stable
+set search_path from current
+as $$
+declare
+  v_job dispatch_job_state;
+begin
+  select * into v_job from dispatch_job_states(p_id);
+  return case v_job.state
+    when 'staged' then 'todo'
+    when 'queued' then 'todo'
+    when 'running' then 'doing'
+    when 'cancelled' then 'cancelled'
+    when 'dead' then 'failed'
+    when 'finished' then coalesce((select status::text from procrastinate_jobs where id = v_job.job_id), 'succeeded')
+  end;
+end;
+$$;
+comment on function dispatch_job_status(bigint) is 'procrastinate''s word (todo, doing, succeeded, failed, cancelled, aborted) for any job, staged or not; null when there is none. A finished job whose row is deleted counts as succeeded.';
+
+create or replace function dispatch_cancel_job(p_id bigint, p_abort boolean, p_delete_job boolean)
+returns boolean
+language plpgsql
+set search_path from current
+as $$
+begin
+  if dispatch_cancel(p_id) then
+    if p_delete_job then
+      delete from dispatch_admissions where staged_id = p_id and job_id is null;
+    end if;
+    return true;
+  end if;
+  -- In a statement of its own: what a tick has admitted meanwhile is seen here.
+  return procrastinate_cancel_job_v1(
+    coalesce((select job_id from dispatch_admissions where staged_id = p_id), p_id), p_abort, p_delete_job) is not null;
+end;
+$$;
+comment on function dispatch_cancel_job(bigint, boolean, boolean) is 'What procrastinate''s cancel does, for any job: one that is staged is cancelled here (p_delete_job: without a trace), any other by procrastinate, with its meaning of p_abort and p_delete_job.';
+
+create or replace function dispatch_stage_periodic(p_policy text, p_job jsonb, p_periodic_id text, p_defer_timestamp bigint)
+returns bigint
+language plpgsql
+set search_path from current
+as $$
+declare
+  v_task_name constant text := p_job ->> 'task_name';
+begin
+  insert into procrastinate_periodic_defers (task_name, periodic_id, defer_timestamp)
+  values (v_task_name, p_periodic_id, p_defer_timestamp)
+  on conflict do nothing;
+  if not found then
+    return null;
+  end if;
+
+  delete from procrastinate_periodic_defers
+  where id in (
+    select id
+    from procrastinate_periodic_defers
+    where task_name = v_task_name
+      and periodic_id = p_periodic_id
+      and defer_timestamp < p_defer_timestamp
+    order by id
+    for update
+  );
+  return (select id from dispatch_stage_many(p_policy, jsonb_build_array(p_job)) as id);
+end;
+$$;
+comment on function dispatch_stage_periodic(text, jsonb, text, bigint) is 'Stages a periodic task''s job for one of its times, at most once however many workers try: null when another was first. Errors as dispatch_stage_many().';
 
 create or replace trigger dispatch_retried
   before update of status on procrastinate_jobs

@@ -33,7 +33,28 @@ begin
   end if;
   insert into dispatch_inbox (policy_name, partition_id, kind, jobs)
   values (v_job.policy_name, v_job.partition_id, 'removed', -1);
+  insert into dispatch_admissions (staged_id, partition_id, staged_at, admitted_at, policy_name, partition_key, context)
+  values (p_id, v_job.partition_id, v_job.staged_at, dispatch_now(), v_job.policy_name, v_job.partition_key, v_job.context);
   return true;
 end;
 $$;
 comment on function dispatch_cancel(bigint) is 'Cancels a staged job. False when no job of that id is staged (any more). Waits for a tick that is just admitting it.';
+
+create or replace function dispatch_job(p_id bigint)
+returns dispatch_job_state
+language plpgsql
+stable
+set search_path from current
+as $$
+declare
+  v_job dispatch_job_state;
+begin
+  select * into v_job from dispatch_job_states(p_id);
+  if not found then
+    perform dispatch_raise('PD006', format('unknown job %s', coalesce(p_id::text, 'null')), null,
+      'Pass the id that defer or dispatch_stage() returned, or procrastinate''s. A job is forgotten admission_retention after its end.');
+  end if;
+  return v_job;
+end;
+$$;
+comment on function dispatch_job(bigint) is 'Where a job is, by the id that defer returned or by procrastinate''s: staged, queued, running, finished, dead or cancelled. Raises PD006 for an unknown id.';

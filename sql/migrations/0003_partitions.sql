@@ -52,6 +52,7 @@ create table dispatch_inflight_jobs (
   staged_id bigint not null,
   partition_id uuid not null,
   admitted_at timestamptz not null,
+  orphaned_at timestamptz,
   policy_name text not null,
   partition_key text not null,
   constraint dispatch_inflight_jobs_pkey primary key (job_id)
@@ -62,12 +63,13 @@ comment on column dispatch_inflight_jobs.job_id is 'procrastinate''s job id.';
 comment on column dispatch_inflight_jobs.staged_id is 'The id that defer returned.';
 comment on column dispatch_inflight_jobs.partition_id is 'The partition whose slot it holds.';
 comment on column dispatch_inflight_jobs.admitted_at is 'When it was admitted.';
+comment on column dispatch_inflight_jobs.orphaned_at is 'When a sweep first saw the job running with its worker forgotten by procrastinate.';
 comment on column dispatch_inflight_jobs.policy_name is 'The policy.';
 comment on column dispatch_inflight_jobs.partition_key is 'The partition''s key.';
 
 create table dispatch_admissions (
   staged_id bigint not null,
-  job_id bigint not null,
+  job_id bigint,
   partition_id uuid not null,
   staged_at timestamptz not null,
   admitted_at timestamptz not null,
@@ -78,12 +80,12 @@ create table dispatch_admissions (
 );
 create index dispatch_admissions_job_idx on dispatch_admissions (job_id);
 create index dispatch_admissions_admitted_idx on dispatch_admissions using brin (admitted_at);
-comment on table dispatch_admissions is 'Which staged job became which procrastinate job. Kept for admission_retention after the job is gone, so that the id that defer returned goes on working.';
+comment on table dispatch_admissions is 'Which staged job became which procrastinate job, or was cancelled. Kept for admission_retention after the job is gone, so that the id that defer returned goes on working.';
 comment on column dispatch_admissions.staged_id is 'The id that defer returned.';
-comment on column dispatch_admissions.job_id is 'procrastinate''s job id.';
+comment on column dispatch_admissions.job_id is 'procrastinate''s job id; null when the job was cancelled before it was admitted.';
 comment on column dispatch_admissions.partition_id is 'The partition.';
 comment on column dispatch_admissions.staged_at is 'When it was staged.';
-comment on column dispatch_admissions.admitted_at is 'When it was last admitted.';
+comment on column dispatch_admissions.admitted_at is 'When it was last admitted, or cancelled.';
 comment on column dispatch_admissions.policy_name is 'The policy.';
 comment on column dispatch_admissions.partition_key is 'The partition''s key.';
 comment on column dispatch_admissions.context is 'The context that it was staged with.';
@@ -136,6 +138,15 @@ comment on column dispatch_tick_samples.jobs_admitted is 'Jobs handed off.';
 comment on column dispatch_tick_samples.handoff_failures is 'Jobs set aside as dead.';
 comment on column dispatch_tick_samples.denied_reasons is 'Denied partitions by reason.';
 comment on column dispatch_tick_samples.duration_ms is 'How long the tick took for this policy, milliseconds.';
+
+create table dispatch_sweep_positions (
+  walk text not null,
+  position uuid,
+  constraint dispatch_sweep_positions_pkey primary key (walk)
+);
+comment on table dispatch_sweep_positions is 'How far the sweep''s walks have come.';
+comment on column dispatch_sweep_positions.walk is 'What is walked over.';
+comment on column dispatch_sweep_positions.position is 'The last id of the last page; null to begin anew.';
 
 -- The working set of a tick. A gate is given claims and gives the same claims back with a smaller
 -- `allowed`; none of it is spent before the hand-off is known.
@@ -192,9 +203,34 @@ create type dispatch_payload as (
   queueing_lock text,
   scheduled_at timestamptz,
   args jsonb,
-  attempts integer
+  attempts integer,
+  tick dispatch_tick_result
 );
-comment on type dispatch_payload is 'An admitted job on its way to procrastinate, as a driver gets it from dispatch_admit().';
+comment on type dispatch_payload is 'An admitted job on its way to procrastinate, as a driver gets it from dispatch_admit(); or, with all else null, the result of a tick that has nothing to hand off.';
+
+create type dispatch_job_state as (
+  id bigint,
+  state text,
+  policy_name text,
+  partition_key text,
+  job_id bigint,
+  task_name text,
+  queue_name text,
+  attempts integer,
+  staged_at timestamptz,
+  admitted_at timestamptz,
+  finished_at timestamptz
+);
+comment on type dispatch_job_state is 'Where a job is: staged, queued, running, finished, dead or cancelled.';
+
+create type dispatch_drain_result as (
+  admitted integer,
+  ready bigint,
+  later bigint,
+  next_at timestamptz,
+  why text
+);
+comment on type dispatch_drain_result is 'What dispatch_drain() did: jobs admitted; jobs left that are due (ready) and that wait for their time (later), the first of them at next_at; why they are left.';
 
 -- A tick whose hand-off is in somebody else's hands (a driver's). The row lives only inside that
 -- driver's transaction: dispatch_settle() removes it, and a commit without it is refused.

@@ -1,0 +1,236 @@
+-- The sweep: what no tick and no trigger sees. It sets slots and counters right by procrastinate's rows, gives the slots of
+-- lost workers back, sets orphans aside and forgets what is old.
+-- Invariants: a queued job keeps its slot however long it queues; a partition is forgotten only when a new one would start
+-- no better off; each bite is bounded and skips what others hold; one sweep at a time.
+
+create or replace function dispatch_sweep_ended(p_limit integer)
+returns bigint
+language plpgsql
+set search_path from current
+as $$
+begin
+  return (
+    select count(*) filter (where dispatch_free_slot(job_id, null))
+    from dispatch_slots_without_job(p_limit) as job_id
+  );
+end;
+$$;
+comment on function dispatch_sweep_ended(integer) is 'Frees slots whose procrastinate job ended or vanished behind the triggers'' back.';
+
+create or replace function dispatch_sweep_stalled(p_now timestamptz, p_limit integer)
+returns bigint
+language plpgsql
+set search_path from current
+as $$
+declare
+  v_since constant timestamptz := p_now - make_interval(secs => dispatch_setting('inflight_stale_after')::double precision);
+begin
+  perform dispatch_note_orphans(p_now);
+  return (
+    with stalled as materialized (
+      select stalled.job_id, policy.stalled as what
+      from dispatch_stalled(p_now, v_since) as stalled
+      join dispatch_policies as policy on policy.policy_name = stalled.policy_name
+      where policy.stalled = 'retry'
+        or exists (select from dispatch_inflight_jobs as slot where slot.job_id = stalled.job_id)
+      order by stalled.job_id
+      limit p_limit
+    )
+    select count(*) filter (where case what when 'retry' then dispatch_retry_stalled(job_id) else dispatch_free_slot(job_id, null) end)
+    from stalled
+  );
+end;
+$$;
+comment on function dispatch_sweep_stalled(timestamptz, integer) is 'Takes the slots of running jobs whose worker gave no sign for inflight_stale_after; where the policy says so, the jobs are retried.';
+
+create or replace function dispatch_sweep_orphans(p_now timestamptz, p_limit integer)
+returns bigint
+language plpgsql
+set search_path from current
+as $$
+declare
+  v_policy text;
+  v_orphans bigint[];
+  v_count bigint := 0;
+begin
+  -- Notes of a policy that does not exist: its jobs were staged while it was dropped.
+  select min(policy_name) into v_policy from dispatch_inbox;
+  while v_policy is not null loop
+    if not exists (select from dispatch_policies where policy_name = v_policy) then
+      with notes as (
+        delete from dispatch_inbox
+        where policy_name = v_policy
+          and id in (select id from dispatch_inbox where policy_name = v_policy order by id limit p_limit for update skip locked)
+        returning partition_id
+      )
+      select array_agg(s.id)
+      into v_orphans
+      from dispatch_staged_jobs as s
+      where s.partition_id in (select partition_id from notes);
+      perform dispatch_bury(v_orphans, array_fill(format('policy %L does not exist', v_policy), array[cardinality(v_orphans)]), p_now);
+      v_count := v_count + coalesce(cardinality(v_orphans), 0);
+    end if;
+    select min(policy_name) into v_policy from dispatch_inbox where policy_name > v_policy;
+  end loop;
+
+  -- Retries whose parked row is gone wait for nothing.
+  with gone as (
+    delete from dispatch_staged_jobs
+    where id in (select dispatch_retries_without_job(p_limit))
+    returning policy_name, partition_id
+  ), notes as (
+    insert into dispatch_inbox (policy_name, partition_id, kind, jobs)
+    select policy_name, partition_id, 'removed', -count(*)
+    from gone
+    group by policy_name, partition_id
+  )
+  select v_count + count(*) into v_count from gone;
+  return v_count;
+end;
+$$;
+comment on function dispatch_sweep_orphans(timestamptz, integer) is 'Sets staged jobs whose policy is gone aside as dead, and drops retries whose procrastinate job is gone.';
+
+create or replace function dispatch_buckets_full(p_policy dispatch_policies, p_partition dispatch_partitions, p_now timestamptz)
+returns boolean
+language plpgsql
+stable
+set search_path from current
+as $$
+begin
+  return not exists (
+    select
+    from unnest(dispatch_resolve(p_policy, array[dispatch_new_claim(p_policy, p_partition, 1)], p_now)) as c
+    cross join jsonb_each(c.gate_state) as gate (name, state)
+    where gate.state ? 'tokens'
+      and (gate.state ->> 'tokens')::numeric
+        + greatest(extract(epoch from p_now) - (gate.state ->> 'at')::numeric, 0)
+        * greatest((c.params ->> (gate.name || '.rate'))::numeric, 0) / greatest((c.params ->> (gate.name || '.per'))::numeric, 1e-6)
+        < dispatch_capacity((c.params ->> (gate.name || '.rate'))::numeric, (c.params ->> (gate.name || '.burst'))::numeric)
+  );
+end;
+$$;
+comment on function dispatch_buckets_full(dispatch_policies, dispatch_partitions, timestamptz) is 'Is every bucket of a partition full again, so that forgetting it gives nothing away?';
+
+create or replace function dispatch_sweep_partitions(p_now timestamptz, p_limit integer, out reconciled bigint, out forgotten bigint)
+language plpgsql
+set search_path from current
+as $$
+declare
+  v_inactive_since constant timestamptz := p_now - make_interval(secs => dispatch_setting('partition_inactive_after')::double precision);
+  v_from uuid;
+  v_page uuid[];
+  v_suspects uuid[];
+  v_id uuid;
+begin
+  reconciled := 0;
+  forgotten := 0;
+  -- A walk over all partitions in id order, a page a sweep.
+  select position into v_from from dispatch_sweep_positions where walk = 'partitions' for update;
+  v_page := array(
+    select id from dispatch_partitions where v_from is null or id > v_from order by id limit p_limit
+  );
+  insert into dispatch_sweep_positions (walk, position)
+  values ('partitions', case when cardinality(v_page) = p_limit then v_page[p_limit] end)
+  on conflict on constraint dispatch_sweep_positions_pkey do update set position = excluded.position;
+
+  v_suspects := array(
+    select p.id
+    from dispatch_partitions as p
+    where p.id = any (v_page)
+      and (
+        p.in_flight_count <> (select count(*) from dispatch_inflight_jobs as slot where slot.partition_id = p.id)
+        or (p.due_at is null and p.in_flight_count = 0
+          and greatest(p.last_checked_at, p.last_admitted_at, p.first_seen_at) < v_inactive_since)
+      )
+    order by p.id
+  );
+
+  foreach v_id in array v_suspects loop
+    perform 1 from dispatch_partitions where id = v_id for update skip locked;
+    continue when not found;
+
+    -- Looked at under the lock and in a later statement, so that rows and notes are seen as they stand.
+    update dispatch_partitions as p
+    set in_flight_count = truth.slots, due_at = case when p.due_at is not null then p_now end, blocked_until = null, blocked_after_finish = null
+    from (
+      select
+        (select count(*) from dispatch_inflight_jobs as slot where slot.partition_id = v_id)
+        + coalesce((
+          select -sum(note.jobs)
+          from dispatch_inbox as note
+          where note.policy_name = (select policy_name from dispatch_partitions where id = v_id)
+            and note.partition_id = v_id
+            and note.kind = 'finished'
+        ), 0) as slots
+    ) as truth
+    where p.id = v_id
+      and p.in_flight_count <> truth.slots;
+    if found then
+      reconciled := reconciled + 1;
+    end if;
+
+    delete from dispatch_partitions as p
+    using dispatch_policies as policy
+    where p.id = v_id
+      and policy.policy_name = p.policy_name
+      and p.due_at is null
+      and p.in_flight_count = 0
+      and greatest(p.last_checked_at, p.last_admitted_at, p.first_seen_at) < v_inactive_since
+      and not exists (select from dispatch_staged_jobs as s where s.partition_id = p.id)
+      and dispatch_buckets_full(policy, p, p_now);
+    if found then
+      forgotten := forgotten + 1;
+    end if;
+  end loop;
+end;
+$$;
+comment on function dispatch_sweep_partitions(timestamptz, integer) is 'Walks over the partitions: sets in_flight_count right by the slots, forgets those idle for partition_inactive_after whose buckets are full again.';
+
+create or replace function dispatch_sweep_old(p_now timestamptz, p_limit integer, out samples bigint, out admissions bigint)
+language plpgsql
+set search_path from current
+as $$
+begin
+  delete from dispatch_tick_samples
+  where id in (
+    select id
+    from dispatch_tick_samples
+    where at < p_now - make_interval(secs => dispatch_setting('metrics_retention')::double precision)
+    limit p_limit
+    for update skip locked
+  );
+  get diagnostics samples = row_count;
+
+  delete from dispatch_admissions
+  where staged_id in (
+    select dispatch_ended_admissions(p_now - make_interval(secs => dispatch_setting('admission_retention')::double precision), p_limit)
+  );
+  get diagnostics admissions = row_count;
+end;
+$$;
+comment on function dispatch_sweep_old(timestamptz, integer) is 'Forgets tick samples past metrics_retention, and admissions past admission_retention whose job has ended.';
+
+create or replace function dispatch_sweep()
+returns table (task text, affected bigint)
+language plpgsql
+set search_path from current
+as $$
+declare
+  v_now constant timestamptz := dispatch_now();
+  v_limit constant integer := 10000;
+  v_partitions record;
+  v_old record;
+begin
+  if not pg_try_advisory_xact_lock(hashtext('dispatch_sweep'), 'dispatch_partitions'::regclass::oid::integer) then
+    return;
+  end if;
+  return query select 'slots of ended jobs', dispatch_sweep_ended(v_limit);
+  return query select 'slots of lost workers', dispatch_sweep_stalled(v_now, v_limit);
+  return query select 'orphaned jobs', dispatch_sweep_orphans(v_now, v_limit);
+  v_partitions := dispatch_sweep_partitions(v_now, v_limit);
+  return query values ('counters set right', v_partitions.reconciled), ('idle partitions', v_partitions.forgotten);
+  v_old := dispatch_sweep_old(v_now, v_limit);
+  return query values ('tick samples', v_old.samples), ('admissions', v_old.admissions);
+end;
+$$;
+comment on function dispatch_sweep() is 'Recovery and retention; call it every 30 seconds or so (a driver does). Returns how many rows each task touched; nothing when another session sweeps. Takes at most 10000 rows a task, so a large backlog of work takes several sweeps.';
