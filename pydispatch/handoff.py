@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from pydispatch.dispatch import Dispatch
 
 __all__ = ["Handoff", "Steps", "TickResult"]
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Connection: TypeAlias = psycopg.Connection[Any]
@@ -128,7 +131,14 @@ class Defer:
     jobs: list[Job]
 
 
-Steps: TypeAlias = Generator[Query | Defer, Any, T]
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """Steps whose error is not to end the tick; the outcome is their result, or the error."""
+
+    steps: Steps[TickResult]
+
+
+Steps: TypeAlias = Generator[Query | Defer | Attempt, Any, T]
 
 
 class Verdict(NamedTuple):
@@ -161,16 +171,29 @@ class Handoff:
     # -- what to do
 
     def ticks(self, policy: str | None, shard: str | None) -> Steps[list[TickResult]]:
-        """Tick one policy, or each that is ours; one result a policy."""
+        """Tick one policy, or each that is ours; one result a policy.
+
+        Of several policies, one that fails stops no other: it is logged, and counted as
+        ``tick_error`` among its denied reasons.
+        """
         if self._dispatch is None:
             rows = yield Query(TICK, {"policy": policy, "shard": shard})
             return [_result(row) for row in rows]
-        policies = [policy]
-        if policy is None:
-            policies = [row["policy_name"] for row in (yield Query(POLICIES, self.ours()))]
+        if policy is not None:
+            return [(yield from self._tick(policy, shard))]
         results = []
-        for name in policies:
-            results.append((yield from self._tick(name, shard)))
+        for row in (yield Query(POLICIES, self.ours())):
+            name = row["policy_name"]
+            outcome = yield Attempt(self._tick(name, shard))
+            if isinstance(outcome, Exception):
+                logger.error(
+                    "Tick of policy %s failed",
+                    name,
+                    exc_info=outcome,
+                    extra={"action": "tick_failed", "policy": name},
+                )
+                outcome = TickResult(name, 0, 0, 0, 0, 0, {"tick_error": 1}, 0.0)
+            results.append(outcome)
         return results
 
     def ours(self, only: Sequence[str] | None = None) -> dict[str, Any]:
@@ -185,7 +208,7 @@ class Handoff:
             "tasks": self._dispatch.task_names(),
         }
 
-    def _tick(self, policy: str | None, shard: str | None) -> Steps[TickResult]:
+    def _tick(self, policy: str, shard: str | None) -> Steps[TickResult]:
         rows = yield Query(ADMIT, {"policy": policy, "shard": shard})
         if rows[0]["id"] is None:
             return _result(rows[0])
@@ -233,74 +256,86 @@ class Handoff:
 
     def run(self, connection: Connection, steps: Steps[T]) -> T:
         """Run steps in the connection's transaction, or in one of their own in autocommit."""
+        with _transaction(connection):
+            return self._run(connection, steps)
+
+    async def run_async(self, connection: AsyncConnection, steps: Steps[T]) -> T:
+        """Do the same as ``run``."""
+        async with _transaction(connection):
+            return await self._run_async(connection, steps)
+
+    def _run(self, connection: Connection, steps: Steps[T]) -> T:
         connector = self._manager.connector
         outcome: Any = None
-        with _transaction(connection):
-            while True:
-                try:
-                    step = steps.send(outcome)
-                except StopIteration as stop:
-                    return stop.value  # type: ignore[no-any-return]
+        while True:
+            try:
+                step = steps.send(outcome)
+            except StopIteration as stop:
+                return stop.value  # type: ignore[no-any-return]
+            try:
                 if isinstance(step, Query):
                     with errors.translate():
                         outcome = connector.execute_query_all_with_connection(
                             connection, step.query, **step.arguments
                         )
                     continue
-                try:
-                    with connection.transaction():
+                with connection.transaction():
+                    if isinstance(step, Defer):
                         outcome = self._manager.batch_defer_jobs(step.jobs, connection)
-                except Exception as error:
-                    outcome = self._verdict(error, connection, step.jobs)
+                    else:
+                        outcome = self._run(connection, step.steps)
+            except Exception as error:
+                outcome = self._outcome(error, connection, step)
 
-    async def run_async(self, connection: AsyncConnection, steps: Steps[T]) -> T:
-        """Do the same as ``run``."""
+    async def _run_async(self, connection: AsyncConnection, steps: Steps[T]) -> T:
         connector = self._async_manager.connector
         outcome: Any = None
-        async with _transaction(connection):
-            while True:
-                try:
-                    step = steps.send(outcome)
-                except StopIteration as stop:
-                    return stop.value  # type: ignore[no-any-return]
+        while True:
+            try:
+                step = steps.send(outcome)
+            except StopIteration as stop:
+                return stop.value  # type: ignore[no-any-return]
+            try:
                 if isinstance(step, Query):
                     with errors.translate():
                         outcome = await connector.execute_query_all_async_with_connection(
                             connection, step.query, **step.arguments
                         )
                     continue
-                try:
-                    async with connection.transaction():
+                async with connection.transaction():
+                    if isinstance(step, Defer):
                         outcome = await self._async_manager.batch_defer_jobs_async(
                             step.jobs, connection
                         )
-                except Exception as error:
-                    outcome = self._verdict(error, connection, step.jobs)
+                    else:
+                        outcome = await self._run_async(connection, step.steps)
+            except Exception as error:
+                outcome = self._outcome(error, connection, step)
 
-    def _verdict(
-        self, error: Exception, connection: Connection | AsyncConnection, jobs: list[Job]
-    ) -> Verdict:
+    def _outcome(
+        self,
+        error: Exception,
+        connection: Connection | AsyncConnection,
+        step: Query | Defer | Attempt,
+    ) -> Verdict | Exception:
+        """Say what an error means for a step, or raise it where it ends the tick."""
+        if isinstance(step, Query) or _is_nobodys_fault(error, connection):
+            raise error
+        return self._verdict(error, step.jobs) if isinstance(step, Defer) else error
+
+    def _verdict(self, error: Exception, jobs: list[Job]) -> Verdict:
         """Say what an error means for the job that it met, or raise it when it is not the job's.
 
         Of several jobs it says no more than that not all of them can be handed off.
         """
-        if isinstance(error, exceptions.AlreadyEnqueued):
+        cause = _cause(error)
+        held = (LOCK_NOT_AVAILABLE, errors.AlreadyEnqueued.sqlstate)
+        if isinstance(error, exceptions.AlreadyEnqueued) or _sqlstate(cause) in held:
             return Verdict()
-        cause = error.__cause__ if isinstance(error, exceptions.ConnectorException) else error
-        if connection.closed or isinstance(cause, psycopg.InterfaceError):
+        # Without a database in it, it is the job's only if its arguments cannot be written.
+        if not isinstance(error, exceptions.ConnectorException) and not self._unwritable(jobs):
             raise error
-        if not isinstance(error, exceptions.ConnectorException):
-            if not self._unwritable(jobs):
-                raise error
-            return Verdict(error=_text(error))
-        sqlstate = getattr(cause, "sqlstate", None)
-        if sqlstate in (LOCK_NOT_AVAILABLE, errors.AlreadyEnqueued.sqlstate):
-            return Verdict()
-        if sqlstate is None and isinstance(cause, psycopg.OperationalError):
-            raise error
-        if sqlstate is not None and sqlstate.startswith(NOBODYS_FAULT):
-            raise error
-        return Verdict(error=_text(cause or error))
+        return Verdict(error=_text(cause))
 
     def _unwritable(self, jobs: list[Job]) -> bool:
         """Tell whether the arguments of one of these jobs cannot be written as JSON."""
@@ -326,6 +361,27 @@ def _hand_off(
         middle = len(batch) // 2
         yield from _hand_off(batch[:middle], verdicts)
         yield from _hand_off(batch[middle:], verdicts)
+
+
+def _cause(error: Exception) -> BaseException:
+    """Return the driver's error inside one of procrastinate's or ours."""
+    wrapper = isinstance(error, (exceptions.ConnectorException, errors.DispatchError))
+    return error.__cause__ or error if wrapper else error
+
+
+def _sqlstate(error: BaseException) -> str | None:
+    return getattr(error, "sqlstate", None)
+
+
+def _is_nobodys_fault(error: Exception, connection: Connection | AsyncConnection) -> bool:
+    """Tell whether an error is about the connection or the server, so that nothing else can go."""
+    cause = _cause(error)
+    sqlstate = _sqlstate(cause)
+    if connection.closed or isinstance(cause, psycopg.InterfaceError):
+        return True
+    if sqlstate is None:
+        return isinstance(cause, psycopg.OperationalError)
+    return sqlstate.startswith(NOBODYS_FAULT)
 
 
 def _text(error: BaseException) -> str:
