@@ -55,10 +55,13 @@ _SHARED: dict[str, Any] = {
 }
 
 
-def command(panel: str | None = None) -> Callable[[Function], Function]:
+def command(
+    name: str | None = None, *, group: typer.Typer = app, panel: str | None = None
+) -> Callable[[Function], Function]:
     """Make a function a command that also takes the shared options, as its ``session``.
 
-    Errors of the database end it with status 1 and no traceback. The help lists it in a panel.
+    Errors of the database end it with status 1 and no traceback. The name is the function's
+    unless given; the help lists it in a panel.
     """
 
     def register(function: Function) -> Function:
@@ -76,7 +79,7 @@ def command(panel: str | None = None) -> Callable[[Function], Function]:
                 _fail(session, error)
 
         run.__doc__ = function.__doc__
-        add = app.command(function.__name__.replace("_", "-"), rich_help_panel=panel)
+        add = group.command(name or function.__name__, rich_help_panel=panel)
         add(_taking_shared(run, *own))
         return function
 
@@ -141,21 +144,29 @@ def query(session: Session, statement: str, **arguments: Any) -> list[dict[str, 
         return cursor.execute(statement.encode(), arguments).fetchall()
 
 
-def _shared(context: typer.Context, version: bool, **values: Any) -> None:
-    if version:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         print(importlib.metadata.version("dispatch-policy"))
         raise typer.Exit
+
+
+def _remember(context: typer.Context, version: bool, **values: Any) -> None:
     context.obj = Session(**values)
 
 
-_shared.__doc__ = "Per-partition admission control for procrastinate, inside Postgres."
+_remember.__doc__ = "Per-partition admission control for procrastinate, inside Postgres."
 app.callback()(
     _taking_shared(
-        _shared,
+        _remember,
         inspect.Parameter(
             "version",
             inspect.Parameter.KEYWORD_ONLY,
-            annotation=Annotated[bool, typer.Option("--version", help="Print the version.")],
+            annotation=Annotated[
+                bool,
+                typer.Option(
+                    "--version", help="Print the version.", callback=_print_version, is_eager=True
+                ),
+            ],
             default=False,
         ),
     )

@@ -8,8 +8,7 @@ declare
 
   v_search_path constant text := current_setting('search_path');
   v_client_min_messages constant text := current_setting('client_min_messages');
-  v_staged boolean := false;
-  v_stuck boolean := false;
+  v_holds boolean := false;
   v_doomed text[];
   v_kept text[];
   v_object text;
@@ -22,28 +21,31 @@ begin
   if to_regclass('dispatch_migrations') is not null then
     if to_regclass('dispatch_staged_jobs') is not null then
       -- Enqueuers have to wait from here on, or a job could slip in behind the look.
-      lock table dispatch_staged_jobs in share row exclusive mode;
-      execute 'select exists (select from dispatch_staged_jobs)' into v_staged;
+      lock table dispatch_staged_jobs, dispatch_dead_jobs in share row exclusive mode;
+      v_holds := exists (select from dispatch_staged_jobs)
+        or exists (select from dispatch_dead_jobs);
     end if;
-    if v_staged and not v_force then
-      raise exception 'jobs are still staged in schema %', quote_ident(v_schema)
+    if v_holds and not v_force then
+      raise exception 'jobs are still staged or dead in schema %', quote_ident(v_schema)
         using errcode = 'PD005',
-          hint = 'Let them be admitted or cancel them, or force the removal, which loses them.';
+          hint = 'Let them be admitted, cancel or discard them, or force the removal, which loses them.';
     end if;
-    if v_staged and to_regproc('dispatch_release') is not null then
-      -- A retry that waits here is procrastinate's own job: it goes back into its queue.
-      execute $sql$
-        select bool_or(released.job_id is null)
-        from unnest(dispatch_release(
-          array(select id from dispatch_staged_jobs where job_id is not null)
-        )) released
-      $sql$ into v_stuck;
-      if v_stuck then
+    if v_holds then
+      -- Retries are procrastinate's own rows: what waits goes back into its queue, what is dead ends.
+      if exists (
+        select
+        from dispatch_release(array(select id from dispatch_staged_jobs where job_id is not null)) r,
+          unnest(r) released
+        where released.job_id is null
+      ) then
         raise exception 'a retried job cannot go back into its queue yet'
           using errcode = 'PD005',
             detail = 'Another job holds its queueing lock, or another session its row.',
             hint = 'Try again later, or cancel it.';
       end if;
+      perform procrastinate_cancel_job_v1(job_id, false, false)
+      from dispatch_dead_jobs
+      where job_id is not null;
     end if;
 
     select array_agg(distinct o) into v_doomed from dispatch_migrations m, unnest(m.creates) o;

@@ -110,6 +110,10 @@ class TestMigrate:
         assert error["hint"]
 
 
+def test_version(cli):
+    assert cli("--version").stdout.strip()
+
+
 class TestUninstall:
     def test_asks_first(self, cli, conn):
         result = cli("uninstall", input="n\n", code=1)
@@ -248,9 +252,65 @@ class TestOperate:
     def test_cancel(self, cli, conn):
         stage(conn, "p", 1)
         ((job_id,),) = conn.execute("select id from dispatch_staged_jobs").fetchall()
-        assert cli("cancel", str(job_id)).stdout == f"cancelled job {job_id}\n"
+        assert cli("cancel", str(job_id)).stdout == f"cancelled {job_id}\n"
         assert conn.execute("select id from dispatch_staged_jobs").fetchall() == []
         assert cli("cancel", str(job_id), code=1).stderr.startswith("error PD006: ")
+
+    def test_job(self, cli, conn):
+        stage(conn, "p", 1)
+        ((job_id,),) = conn.execute("select id from dispatch_staged_jobs").fetchall()
+        (row,) = cli("job", str(job_id), "--json")
+        assert (row["id"], row["state"]) == (job_id, "staged")
+        assert cli("job", "0", code=1).stderr.startswith("error PD006: ")
+
+    @pytest.mark.parametrize("key", [[], ["7"], [""]])
+    def test_pause_and_resume(self, cli, conn, key):
+        stage(conn, "p", 1)
+        assert cli("pause", "p", *key, "--json") == {
+            "paused": "p",
+            "partition": key[0] if key else None,
+        }
+        assert conn.execute(
+            "select policy_name, partition_key from dispatch_pauses"
+        ).fetchall() == [("p", key[0] if key else None)]
+        assert cli("resume", "p", *key).stdout.startswith("resumed p")
+        assert conn.execute("select from dispatch_pauses").fetchall() == []
+        assert cli("pause", "nobody", *key, code=1).stderr.startswith("error PD001: ")
+
+    def test_force_admit(self, cli, conn):
+        stage(conn, "p", 3)
+        cli("pause", "p")
+        assert cli("force-admit", "p", "", "--limit", "2", "--json") == {"admitted": 2}
+        assert cli("force-admit", "p", "").stdout == "admitted 1\n"
+        assert count_jobs(conn) == 3
+
+    def test_drain(self, cli, conn):
+        stage(conn, "p", 3)
+        conn.execute(
+            "select dispatch_stage('p', 'a_task', p_scheduled_at => now() + interval '1 hour')"
+        )
+        (row,) = cli("drain", "p", "--json")
+        assert (row["admitted"], row["ready"], row["later"]) == (3, 0, 1)
+        assert row["why"] in cli("drain", "p").stdout
+
+    def test_dead(self, cli, conn):
+        stage(conn, "p", 3)
+        conn.execute(
+            "select dispatch_bury(array_agg(id), array['a', 'b', 'c'], now())"
+            " from dispatch_staged_jobs"
+        )
+        first, second, third = (row["id"] for row in cli("dead", "list", "--json"))
+        assert len(cli("dead", "list", "--limit", "1", "--json")) == 1
+        assert cli("dead", "requeue", str(first), "0", code=1).stderr.startswith("error PD006: ")
+        assert cli("dead", "requeue", str(first), str(second), "--json") == {
+            "requeued": [first, second]
+        }
+        cli("dead", "discard", str(third))
+        assert cli("dead", "list").stdout == "no job is dead\n"
+        assert [row for (row,) in conn.execute("select id from dispatch_staged_jobs")] == [
+            first,
+            second,
+        ]
 
     def test_sweep(self, cli):
         assert all(row["affected"] == 0 for row in cli("sweep", "--json"))

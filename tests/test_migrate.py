@@ -468,6 +468,27 @@ class TestScript:
         psql(server, empty, script(root=root))
         assert migrate(empty, root=root) == []
 
+    def test_is_all_that_psql_needs(self, server, empty):
+        done = psql(
+            server,
+            empty,
+            script()
+            + """
+            select dispatch_define_policy('p', '{"gates": [{"type": "concurrency", "max": 1}]}');
+            select dispatch_stage('p', 'a_task'), dispatch_stage('p', 'a_task');
+            select jobs_admitted from dispatch_tick();
+            select jobs_admitted from dispatch_tick();
+            select procrastinate_finish_job_v1(
+              (procrastinate_fetch_job_v2(null, null)).id, 'succeeded', false
+            );
+            select jobs_admitted from dispatch_tick();
+            select status from procrastinate_jobs order by id;
+            """,
+        )
+        assert done.returncode == 0, done.stderr
+        lines = [line for line in done.stdout.splitlines() if line.isalnum()]
+        assert lines[-5:] == ["1", "0", "1", "succeeded", "todo"]
+
     def test_refuses_an_edited_migration_by_name(self, server, empty, write):
         migrate(empty, root=write())
         done = psql(server, empty, script(root=write({"migrations/0001_things.sql": "select 1;"})))
@@ -519,18 +540,16 @@ class TestUninstall:
             uninstall(db)
         assert ours(db) == before
 
-    def test_staged_jobs_stop_it_unless_forced(self, db, write):
-        migrate(
-            db, root=write({"migrations/0003_staged.sql": "create table dispatch_staged_jobs ();"})
-        )
-        db.execute("insert into dispatch_staged_jobs default values")
+    def test_staged_jobs_stop_it_unless_forced(self, conn):
+        conn.execute("select dispatch_define_policy('p', '{}'), dispatch_stage('p', 'task')")
         with pytest.raises(errors.PolicyNotEmpty, match="staged"):
-            uninstall(db)
-        assert "dispatch_staged_jobs" in ours(db)
-        uninstall(db, force=True)
-        assert ours(db) == set()
+            uninstall(conn)
+        assert value(conn, "select count(*) from dispatch_staged_jobs") == 1
+        uninstall(conn, force=True)
+        assert ours(conn) == set()
 
-    def test_retry_that_waits_goes_back_into_procrastinates_queue(self, conn):
+    def retry(self, conn):
+        """A job whose retry waits in its policy, and when it is to run."""
         conn.execute("select dispatch_define_policy('p', '{}')")
         conn.execute("select dispatch_stage('p', 'task')")
         conn.execute("select * from dispatch_tick()")
@@ -540,11 +559,35 @@ class TestUninstall:
             "select procrastinate_retry_job_v2(%s, %s, 7, null, 'a lock')", [job, retry_at]
         )
         assert value(conn, "select scheduled_at from procrastinate_jobs") != retry_at
+        return retry_at
+
+    def test_retry_that_waits_goes_back_into_procrastinates_queue(self, conn):
+        retry_at = self.retry(conn)
         with pytest.raises(errors.PolicyNotEmpty):
             uninstall(conn)
         uninstall(conn, force=True)
         row = conn.execute("select scheduled_at, priority, lock from procrastinate_jobs").fetchone()
         assert row == (retry_at, 7, "a lock")
+
+    def test_retry_that_cannot_go_back_yet_stops_it(self, conn, connect):
+        retry_at = self.retry(conn)
+        holder = connect(autocommit=False)
+        holder.execute("select from procrastinate_jobs for update")
+        with pytest.raises(errors.PolicyNotEmpty, match="retried"):
+            uninstall(conn, force=True)
+        holder.rollback()
+        uninstall(conn, force=True)
+        assert value(conn, "select scheduled_at from procrastinate_jobs") == retry_at
+
+    def test_retry_that_is_dead_stops_it_or_is_cancelled(self, conn):
+        self.retry(conn)
+        conn.execute(
+            "select dispatch_bury(array_agg(id), array['no'], now()) from dispatch_staged_jobs"
+        )
+        with pytest.raises(errors.PolicyNotEmpty, match="dead"):
+            uninstall(conn)
+        uninstall(conn, force=True)
+        assert value(conn, "select status from procrastinate_jobs") == "cancelled"
 
 
 class TestFiles:
