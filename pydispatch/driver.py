@@ -188,7 +188,9 @@ class Driver:
 
     def stop(self) -> None:
         """Let ``run`` return after the current tick. May be called from any thread."""
-        self._stopping = True
+        if not self._stopping:
+            self._stopping = True
+            logger.info("Driver stops after the current tick", extra={"action": "driver_stopping"})
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._woken.set)
 
