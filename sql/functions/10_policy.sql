@@ -9,7 +9,7 @@ parallel safe
 begin atomic
   values
     ('throttle', 'rate', true, null::numeric, 0::numeric, null::numeric, 1e9::numeric, null::numeric),
-    ('throttle', 'per', true, null, null, 0, 315360000, null),
+    ('throttle', 'per', true, null, 0.001, null, 315360000, null),
     ('throttle', 'burst', false, null, 1, null, 1e9, null),
     ('concurrency', 'max', true, null, 0, null, 1e9, null),
     ('concurrency', 'full_backoff', false, 1, null, 0, 86400, null),
@@ -21,7 +21,7 @@ begin atomic
     ('adaptive_concurrency', 'failure_decrease_factor', false, 0.5, null, 0, null, 1),
     ('adaptive_concurrency', 'overload_decrease_factor', false, 0.95, null, 0, null, 1),
     ('adaptive_concurrency', 'full_backoff', false, 1, null, 0, 86400, null),
-    ('fairness', 'weight', false, 1, null, 0, 1e6, null);
+    ('fairness', 'weight', false, 1, 0.000001, null, 1e6, null);
 end;
 comment on function dispatch_gate_spec() is 'The parameters of each gate type (and of fairness): defaults and ranges, inclusive (minimum, maximum) or exclusive (above, below).';
 
@@ -45,7 +45,7 @@ declare
   v_key text;
 begin
   if jsonb_typeof(p_object) is distinct from 'object' then
-    perform dispatch_refuse_definition(p_path, 'must be an object', p_object);
+    perform dispatch_refuse_definition(coalesce(nullif(p_path, ''), 'the definition'), 'must be an object', p_object);
   end if;
   select key into v_key
   from jsonb_object_keys(p_object) as key
@@ -294,7 +294,7 @@ begin
   if not v_fairness ? 'half_life' then
     v_policy.half_life := 60;
   elsif v_fairness -> 'half_life' <> 'null' then
-    perform dispatch_check_number('fairness.half_life', v_fairness -> 'half_life', null, 0, 315360000, null);
+    perform dispatch_check_number('fairness.half_life', v_fairness -> 'half_life', 0.001, null, 315360000, null);
     v_policy.half_life := (v_fairness ->> 'half_life')::numeric;
   end if;
   select * into v_weight from dispatch_gate_spec() as spec where spec.gate_type = 'fairness' and spec.parameter = 'weight';
