@@ -20,11 +20,12 @@ begin
     limit p_limit
     for update skip locked
   ), contended as materialized (
-    -- An older note of the partition is in another tick's hands: that tick may be creating the partition.
+    -- Another note of the partition is in another tick's hands: that tick may be creating the partition. Notes are
+    -- committed in any order, so it may be a newer one as well; where the limit cut off, only older ones are told apart.
     select distinct i.partition_id
     from dispatch_inbox as i
     where i.policy_name = p_policy
-      and i.id < (select max(id) from taken)
+      and i.id <= (select case when count(*) < p_limit then 9223372036854775807 else max(id) end from taken)
       and not exists (select from taken where taken.id = i.id)
   ), mine as (
     select distinct partition_id
@@ -96,12 +97,19 @@ begin
     where p.id = changes.partition_id
       and changes.is_known
   ), created as (
-    insert into dispatch_partitions (id, policy_name, partition_key, shard, context, newest_id, pending_count, due_at, first_seen_at)
+    insert into dispatch_partitions as p (id, policy_name, partition_key, shard, context, newest_id, pending_count, due_at, first_seen_at)
     select partition_id, p_policy, partition_key, shard, context, newest_id, jobs, due_at, p_now
     from changes
     where not is_known
       and partition_key is not null
     order by partition_id
+    -- Another tick created it after all, from notes beyond the limit: the one wait here, for that tick.
+    on conflict on constraint dispatch_partitions_pkey do update
+    set
+      pending_count = p.pending_count + excluded.pending_count,
+      newest_id = greatest(p.newest_id, excluded.newest_id),
+      context = case when excluded.newest_id > p.newest_id then excluded.context else p.context end,
+      due_at = least(p.due_at, greatest(excluded.due_at, p.blocked_until))
   )
   select
     count(*),

@@ -1,0 +1,191 @@
+"""Several ticks fold the inbox at once: no wait, no clash over a new key, sums come out right."""
+
+from __future__ import annotations
+
+import psycopg
+import pytest
+
+from tests.concurrency.conftest import Background
+from tests.concurrency.stops import POINTS, Stops
+from tests.concurrency.support import (
+    assert_balanced,
+    cap,
+    column,
+    define,
+    finish,
+    in_flight,
+    stage,
+    start,
+    tick,
+    value,
+)
+from tests.fixtures import Connect
+
+IMPATIENT = "-c lock_timeout=50ms -c statement_timeout=20s"
+
+
+def pending(conn: psycopg.Connection) -> dict[str, int]:
+    rows = conn.execute("select partition_key, pending_count from dispatch_partitions").fetchall()
+    return dict(rows)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_tick_that_stands_still_leaves_other_keys_to_other_ticks(
+    point, stops: Stops, conn, connect: Connect, background: Background
+):
+    define(conn, gates=[{"type": "concurrency", "max": {"sql": "stops.one", "default": None}}])
+    stage(conn, "a", "a", "b")
+    slow = connect(options=Stops.options(point))
+    ticked = background(tick, slow)
+    stops.wait(slow.info.backend_pid)
+    stage(conn, "a", "c", "d", "d")
+    quick = connect(options=IMPATIENT)
+    assert tick(quick) == 2
+    assert in_flight(conn) == {"c": 1, "d": 1}
+    stage(conn, "b", "d", "e")
+    assert tick(quick) == 1
+    assert not ticked.done()
+    stops.release()
+    assert ticked.result() == 2
+    assert_balanced(conn)
+    assert pending(conn) == {"a": 2, "b": 1, "c": 0, "d": 2, "e": 0}
+    assert in_flight(conn) == dict.fromkeys("abcde", 1)
+
+
+def test_a_new_key_is_created_by_the_tick_that_holds_its_first_note(conn, connect: Connect):
+    """The other tick neither waits for it nor creates the key a second time."""
+    define(conn)
+    stage(conn, "new")
+    first = connect(autocommit=False)
+    assert tick(first) == 1
+    stage(conn, "new")
+    assert tick(connect(options=IMPATIENT)) == 0
+    first.commit()
+    assert tick(conn) == 1
+    assert_balanced(conn)
+
+
+def test_a_note_of_a_new_key_that_was_committed_late_is_left_to_the_tick_that_creates_it(
+    conn, connect: Connect
+):
+    """The late note has the lower id: a look at older notes alone does not show the other."""
+    define(conn)
+    late = connect(autocommit=False)
+    stage(late, "new")
+    stage(conn, "new")
+    first = connect(autocommit=False)
+    assert tick(first) == 1
+    late.commit()
+    assert tick(connect(options=IMPATIENT)) == 0
+    first.commit()
+    assert tick(conn) == 1
+    assert_balanced(conn)
+
+
+def test_where_a_fold_is_cut_off_two_ticks_may_create_a_key_and_the_sums_are_right(
+    conn, connect: Connect, background: Background, wait_blocked
+):
+    """The only way for a tick to wait for another: more late notes of new keys than it folds."""
+    define(conn)
+    late = connect(autocommit=False)
+    for _ in range(3):
+        stage(late, "new")
+    stage(conn, "new", "new")
+    first, other = connect(autocommit=False), connect()
+    fold = "select dispatch_fold('p', now(), 3)"
+    assert value(first, fold) == 1
+    late.commit()
+    folded = background(value, other, fold)
+    wait_blocked(other.info.backend_pid)
+    first.commit()
+    assert folded.result() == 3
+    assert_balanced(conn)
+    assert pending(conn) == {"new": 5}
+
+
+def test_a_new_key_is_created_once_however_many_ticks_fold_it(
+    conn, connect: Connect, background: Background
+):
+    """Some enqueuers commit late, so notes become visible out of the order of their ids."""
+    define(conn, **cap(3))
+    sessions = [connect(autocommit=False, options=IMPATIENT) for _ in range(4)]
+    enqueuers = [connect(autocommit=False) for _ in range(4)]
+
+    def ticks(session: psycopg.Connection) -> int:
+        admitted = 0
+        for _ in range(3):
+            admitted += tick(session)
+            session.commit()
+        return admitted
+
+    staged = admitted = 0
+    for round_ in range(25):
+        keys = [f"{round_}.{n}" for n in range(5)]
+        for enqueuer in enqueuers:
+            staged += len(stage(enqueuer, *keys))
+        futures = []
+        for enqueuer, session in zip(reversed(enqueuers), sessions, strict=True):
+            enqueuer.commit()
+            futures.append(background(ticks, session))
+        admitted += sum(future.result() for future in futures)
+    admitted += tick(conn)
+    assert staged == 500
+    assert admitted == 375
+    assert set(in_flight(conn).values()) == {3}
+    assert_balanced(conn)
+
+
+def test_notes_of_one_key_are_summed_whoever_folds_them(
+    conn, connect: Connect, background: Background
+):
+    """Jobs come in, are cancelled and finish while four ticks fold."""
+    define(conn, **cap(5))
+    stopped = False
+
+    def ticks(session: psycopg.Connection) -> None:
+        while not stopped:
+            tick(session)
+
+    def enqueue(session: psycopg.Connection) -> int:
+        for _ in range(40):
+            first, *_ = stage(session, "one", "one", "other")
+            session.execute("select dispatch_cancel(%s)", [first])
+        return 40 * 3
+
+    def work(session: psycopg.Connection) -> None:
+        while not stopped:
+            if (job_id := start(session)) is not None:
+                finish(session, job_id)
+
+    ticking = [background(ticks, connect(options=IMPATIENT)) for _ in range(4)]
+    working = [background(work, connect()) for _ in range(2)]
+    enqueuing = [background(enqueue, connect()) for _ in range(3)]
+    staged = sum(future.result() for future in enqueuing)
+    stopped = True
+    for future in ticking + working:
+        future.result()
+    assert_balanced(conn)
+    ended = value(conn, "select count(*) from dispatch_admissions")
+    assert staged == ended + value(conn, "select count(*) from dispatch_staged_jobs")
+    assert value(conn, "select sum(total_admitted) from dispatch_partitions") == value(
+        conn, "select count(*) from procrastinate_jobs"
+    )
+
+
+def test_a_fold_that_is_cut_off_goes_on_where_it_ended(conn, connect: Connect):
+    define(conn)
+    for n in range(30):
+        stage(conn, f"key {n % 3}")
+    one, other = (connect(autocommit=False, options=IMPATIENT) for _ in range(2))
+    fold = "select dispatch_fold('p', now(), 10)"
+    assert value(one, fold) == 10
+    assert value(other, fold) == 0, "all keys are new, and the other tick is creating them"
+    one.commit()
+    other.commit()
+    assert value(other, fold) == 10
+    assert value(one, fold) == 0, "the rows of all keys are locked"
+    other.commit()
+    assert value(one, fold) == 10
+    one.commit()
+    assert_balanced(conn)
+    assert column(conn, "select pending_count from dispatch_partitions") == [10, 10, 10]
