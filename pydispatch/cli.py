@@ -7,7 +7,6 @@ was not understood.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import sys
 from dataclasses import asdict
@@ -180,7 +179,9 @@ def status(session: Session, policy: _PolicyOption = None) -> None:
 @command()
 def demo(session: Session) -> None:
     """Watch policies at work on a private Postgres (needs the extra "embedded")."""
-    raise typer.Exit(importlib.import_module("pydispatch.demo").main() or 0)
+    from pydispatch.demo import main as play
+
+    raise typer.Exit(play(as_json=session.json))
 
 
 def main() -> None:
