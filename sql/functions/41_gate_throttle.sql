@@ -34,8 +34,8 @@ returns numeric
 language sql
 immutable
 parallel safe
-return ceil(greatest(1 - p_tokens, 0) * p_per / p_rate * 1e6) / 1e6;
-comment on function dispatch_seconds_to_token(numeric, numeric, numeric) is 'Seconds until the bucket holds a whole token, rounded up to a microsecond.';
+return ceil(greatest(1 - 1e-12 - p_tokens, 0) * p_per / p_rate * 1e6) / 1e6;
+comment on function dispatch_seconds_to_token(numeric, numeric, numeric) is 'Seconds until the bucket holds a whole token by dispatch_whole_tokens(), rounded up to a microsecond.';
 
 create or replace function dispatch_throttle_claim(p_claim dispatch_claim, p_gate text, p_now timestamptz)
 returns dispatch_claim
