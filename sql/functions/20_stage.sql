@@ -27,19 +27,14 @@ stable
 as $$
 declare
   v_known constant text[] := array['task_name', 'args', 'context', 'queue_name', 'priority', 'lock', 'queueing_lock', 'scheduled_at'];
-  v_wrong text;
 begin
   if jsonb_typeof(p_job) <> 'object' then
     return 'it must be an object';
   end if;
 
-  select format('%s is not known; known are %s', key, array_to_string(v_known, ', '))
-  into v_wrong
-  from jsonb_object_keys(p_job) as key
-  where key <> all (v_known)
-  limit 1;
-  if found then
-    return v_wrong;
+  if p_job - v_known <> '{}' then
+    return format('%s is not known; known are %s',
+      (select string_agg(key, ', ' order by key) from jsonb_object_keys(p_job - v_known) as key), array_to_string(v_known, ', '));
   end if;
 
   return case

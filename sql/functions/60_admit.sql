@@ -1,12 +1,18 @@
 -- Admission up to the hand-off: claim the due partitions, pass the gates, share the budget, pick the jobs.
 -- Invariants: a claimed partition's row is locked until the tick commits, so no other tick decides for it; the claim reads
 -- one index in due order, so the longest waiting comes first; jobs are picked in (priority desc, eligible_at, id), read
--- from the index of that order. Nothing is written here.
+-- from the index of that order. Nothing is written here. Planner settings are pinned as in 30_inbox.sql.
 
 create or replace function dispatch_lock_due(p_policy dispatch_policies, p_shard text, p_now timestamptz)
 returns setof dispatch_partitions
 language plpgsql
 set search_path from current
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_hashjoin = off
+set enable_mergejoin = off
+set jit = off
 as $$
 begin
   if p_shard is null or p_shard = 'default' then
@@ -81,9 +87,15 @@ comment on function dispatch_claims(dispatch_policies, text, timestamptz) is 'Lo
 -- The ready jobs of a partition in order. Where jobs of a higher priority wait for their time, they stand in front of the
 -- ready ones in the index; so it is read priority by priority, and within each only up to now.
 create or replace function dispatch_pick_ready(p_partition_id uuid, p_now timestamptz, p_limit integer)
-returns table (id bigint, priority integer, eligible_at timestamptz)
+returns setof bigint
 language plpgsql
 set search_path from current
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_hashjoin = off
+set enable_mergejoin = off
+set jit = off
 as $$
 declare
   v_priority integer;
@@ -93,7 +105,7 @@ begin
   select max(s.priority) into v_priority from dispatch_staged_jobs as s where s.partition_id = p_partition_id;
   while v_priority is not null and v_left > 0 loop
     return query
-      select s.id, s.priority, s.eligible_at
+      select s.id
       from dispatch_staged_jobs as s
       where s.partition_id = p_partition_id
         and s.priority = v_priority
@@ -113,48 +125,54 @@ $$;
 comment on function dispatch_pick_ready(uuid, timestamptz, integer) is 'Locks the first p_limit ready jobs of a partition some of whose jobs are not ready yet.';
 
 -- Across partitions the batch is interleaved, one each in fairness order, then the second each, and so on.
-create or replace function dispatch_pick(p_claims dispatch_claim[], p_now timestamptz)
-returns bigint[]
+create or replace function dispatch_pick(p_claims dispatch_claim[], p_now timestamptz, out ids bigint[], out ordinals integer[])
 language plpgsql
 set search_path from current
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_hashjoin = off
+set enable_mergejoin = off
+set jit = off
 as $$
 begin
-  return array(
-    with claims as materialized (
-      select
-        c.ordinal, c.partition_id, c.allowed,
-        exists (
-          select from dispatch_staged_jobs as s
-          where s.partition_id = c.partition_id
-            and s.eligible_at > p_now
-        ) as some_wait
-      from unnest(p_claims) as c
-      where c.allowed > 0
-    ), picked as (
-      select claims.ordinal, jobs.id, row_number() over (partition by claims.ordinal order by jobs.priority desc, jobs.eligible_at, jobs.id) as turn
-      from claims
-      cross join lateral (
-        select s.id, s.priority, s.eligible_at
+  with claims as materialized (
+    select
+      c.ordinal, c.partition_id, c.allowed,
+      exists (
+        select from dispatch_staged_jobs as s
+        where s.partition_id = c.partition_id
+          and s.eligible_at > p_now
+      ) as some_wait
+    from unnest(p_claims) as c
+    where c.allowed > 0
+  ), picked as (
+    select claims.ordinal, jobs.id, jobs.turn
+    from claims
+    cross join lateral (
+      select ready.id, row_number() over () as turn
+      from (
+        select s.id
         from dispatch_staged_jobs as s
         where s.partition_id = claims.partition_id
         order by s.priority desc, s.eligible_at, s.id
         limit claims.allowed
         for update skip locked
-      ) as jobs
-      where not claims.some_wait
-      union all
-      select claims.ordinal, jobs.id, row_number() over (partition by claims.ordinal order by jobs.priority desc, jobs.eligible_at, jobs.id)
-      from claims
-      cross join lateral dispatch_pick_ready(claims.partition_id, p_now, claims.allowed) as jobs
-      where claims.some_wait
-    )
-    select id
-    from picked
-    order by turn, ordinal
-  );
+      ) as ready
+    ) as jobs
+    where not claims.some_wait
+    union all
+    select claims.ordinal, jobs.id, jobs.turn
+    from claims
+    cross join lateral dispatch_pick_ready(claims.partition_id, p_now, claims.allowed) with ordinality as jobs (id, turn)
+    where claims.some_wait
+  )
+  select coalesce(array_agg(picked.id order by turn, ordinal), '{}'), coalesce(array_agg(ordinal order by turn, ordinal), '{}')
+  into ids, ordinals
+  from picked;
 end;
 $$;
-comment on function dispatch_pick(dispatch_claim[], timestamptz) is 'Locks the jobs that the claims allow and returns their ids in hand-off order.';
+comment on function dispatch_pick(dispatch_claim[], timestamptz) is 'Locks the jobs that the claims allow and returns their ids in hand-off order, beside the ordinals of their claims.';
 
 create or replace function dispatch_decide(p_policy dispatch_policies, p_shard text)
 returns dispatch_handoffs
@@ -170,6 +188,7 @@ begin
   v_handoff.decided_at := dispatch_now();
   v_handoff.claims := '{}';
   v_handoff.staged_ids := '{}';
+  v_handoff.ordinals := '{}';
 
   perform dispatch_fold(p_policy.policy_name, v_handoff.decided_at);
   if exists (select from dispatch_pauses where id = dispatch_partition_id(p_policy.policy_name, null)) then
@@ -182,7 +201,9 @@ begin
     v_handoff.claims := dispatch_pass_gates(p_policy.gates,
       dispatch_resolve(p_policy, v_handoff.claims, v_handoff.decided_at), v_handoff.decided_at);
     v_handoff.claims := dispatch_share_budget(p_policy, v_handoff.claims, v_handoff.decided_at);
-    v_handoff.staged_ids := dispatch_pick(v_handoff.claims, v_handoff.decided_at);
+    select ids, ordinals
+    into v_handoff.staged_ids, v_handoff.ordinals
+    from dispatch_pick(v_handoff.claims, v_handoff.decided_at);
   end if;
   return v_handoff;
 end;

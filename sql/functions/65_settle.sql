@@ -28,16 +28,17 @@ end;
 $$;
 comment on function dispatch_bury(bigint[], text[], timestamptz) is 'Moves staged jobs to dispatch_dead_jobs, each with its error.';
 
-create or replace function dispatch_settle_outcomes(p_policy dispatch_policies, p_handoff dispatch_handoffs, p_outcomes dispatch_outcome[])
-returns dispatch_tick_result
+create or replace function dispatch_write_handed(p_outcomes dispatch_outcome[], p_now timestamptz)
+returns void
 language plpgsql
 set search_path from current
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_hashjoin = off
+set enable_mergejoin = off
+set jit = off
 as $$
-declare
-  v_now constant timestamptz := p_handoff.decided_at;
-  v_handed jsonb;
-  v_after dispatch_claim[];
-  v_result dispatch_tick_result;
 begin
   with handed as (
     delete from dispatch_staged_jobs as s
@@ -47,88 +48,166 @@ begin
     returning s.id, o.job_id, s.partition_id, s.staged_at, s.policy_name, s.partition_key, s.context
   ), slots as (
     insert into dispatch_inflight_jobs (job_id, staged_id, partition_id, admitted_at, policy_name, partition_key)
-    select job_id, id, partition_id, v_now, policy_name, partition_key
+    select job_id, id, partition_id, p_now, policy_name, partition_key
     from handed
-  ), admissions as (
-    insert into dispatch_admissions (staged_id, job_id, partition_id, staged_at, admitted_at, policy_name, partition_key, context)
-    select id, job_id, partition_id, staged_at, v_now, policy_name, partition_key, context
-    from handed
-    on conflict on constraint dispatch_admissions_pkey do update
-    set admitted_at = excluded.admitted_at
-  ), counts as (
-    select partition_id, count(*) as jobs
-    from handed
-    group by partition_id
   )
-  select coalesce(jsonb_object_agg(partition_id, jobs), '{}')
-  into v_handed
-  from counts;
+  insert into dispatch_admissions (staged_id, job_id, partition_id, staged_at, admitted_at, policy_name, partition_key, context)
+  select id, job_id, partition_id, staged_at, p_now, policy_name, partition_key, context
+  from handed
+  on conflict on constraint dispatch_admissions_pkey do update
+  set admitted_at = excluded.admitted_at;
+end;
+$$;
+comment on function dispatch_write_handed(dispatch_outcome[], timestamptz) is 'Jobs that were handed off leave dispatch_staged_jobs and take their slots.';
 
-  if exists (select from unnest(p_outcomes) as o where o.job_id is null) then
-    perform dispatch_bury(
-      array(select o.id from unnest(p_outcomes) as o where o.error is not null order by o.id),
-      array(select o.error from unnest(p_outcomes) as o where o.error is not null order by o.id),
-      v_now);
-    update dispatch_staged_jobs as s
-    set eligible_at = v_now + make_interval(secs => dispatch_setting('queueing_lock_backoff')::double precision)
-    from unnest(p_outcomes) as o
-    where s.id = o.id
-      and o.job_id is null
-      and o.error is null;
+create or replace function dispatch_write_failed(p_outcomes dispatch_outcome[], p_now timestamptz)
+returns void
+language plpgsql
+set search_path from current
+as $$
+begin
+  perform dispatch_bury(
+    array(select o.id from unnest(p_outcomes) as o where o.error is not null order by o.id),
+    array(select o.error from unnest(p_outcomes) as o where o.error is not null order by o.id),
+    p_now);
+  update dispatch_staged_jobs as s
+  set eligible_at = p_now + make_interval(secs => dispatch_setting('queueing_lock_backoff')::double precision)
+  where s.id = any (array(select o.id from unnest(p_outcomes) as o where o.job_id is null and o.error is null));
+end;
+$$;
+comment on function dispatch_write_failed(dispatch_outcome[], timestamptz) is 'Of jobs that could not be handed off, the bad ones go to dispatch_dead_jobs; those whose queueing lock is held wait a while.';
+
+-- The claims after the hand-off. They pay for what went, and where jobs are left the gates are asked once more: their
+-- answer is when to look again.
+create or replace function dispatch_claims_after(p_policy dispatch_policies, p_claims dispatch_claim[], p_jobs integer[], p_next timestamptz[], p_now timestamptz)
+returns dispatch_claim[]
+language plpgsql
+set search_path from current
+as $$
+declare
+  v_claim dispatch_claim;
+  v_again dispatch_claim[] := '{}';
+begin
+  foreach v_claim in array p_claims loop
+    if p_jobs[v_claim.ordinal] > 0 or v_claim.reason is null then
+      v_claim.gate_state := dispatch_spend(v_claim.gate_state, p_jobs[v_claim.ordinal]);
+      v_claim.in_flight := v_claim.in_flight + p_jobs[v_claim.ordinal];
+      v_claim.allowed := p_policy.admission_batch_size;
+      v_claim.retry_at := null;
+      v_claim.retry_after_finish := null;
+      v_claim.reason := null;
+      p_claims[v_claim.ordinal] := v_claim;
+      if p_next[v_claim.ordinal] is not null then
+        v_again := v_again || v_claim;
+      end if;
+    end if;
+  end loop;
+
+  foreach v_claim in array dispatch_pass_gates(p_policy.gates, v_again, p_now) loop
+    p_claims[v_claim.ordinal] := v_claim;
+  end loop;
+  return p_claims;
+end;
+$$;
+comment on function dispatch_claims_after(dispatch_policies, dispatch_claim[], integer[], timestamptz[], timestamptz) is 'The claims once p_jobs (by ordinal) were handed off; p_next says when the next job of each is eligible, null for none.';
+
+create or replace function dispatch_write_partitions(p_policy dispatch_policies, p_claims dispatch_claim[], p_reasons text[], p_jobs integer[], p_next timestamptz[], p_now timestamptz)
+returns void
+language plpgsql
+set search_path from current
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_hashjoin = off
+set enable_mergejoin = off
+set jit = off
+as $$
+begin
+  update dispatch_partitions as p
+  set
+    due_at = case when claim.next_at is not null then greatest(claim.next_at, p_now, claim.retry_at) end,
+    blocked_until = claim.retry_at,
+    blocked_after_finish = claim.retry_after_finish,
+    blocked_reason = claim.why,
+    last_checked_at = p_now,
+    last_admitted_at = case when claim.jobs > 0 then p_now else p.last_admitted_at end,
+    pending_count = p.pending_count - claim.jobs,
+    in_flight_count = p.in_flight_count + claim.jobs,
+    total_admitted = p.total_admitted + claim.jobs,
+    decayed_admits = case
+      when claim.jobs > 0 then
+        claim.jobs + dispatch_decay(p.decayed_admits, extract(epoch from p_now - p.decayed_at)::double precision, p_policy.half_life)
+      else p.decayed_admits
+    end,
+    decayed_at = case when claim.jobs > 0 then p_now else p.decayed_at end,
+    gate_state = claim.gate_state
+  from unnest(p_claims, p_reasons, p_jobs, p_next) as claim (ordinal, partition_id, partition_key, context, params, gate_state,
+    in_flight, allowed, retry_at, retry_after_finish, reason, why, jobs, next_at)
+  where p.id = claim.partition_id;
+end;
+$$;
+comment on function dispatch_write_partitions(dispatch_policies, dispatch_claim[], text[], integer[], timestamptz[], timestamptz) is 'Writes the claimed partitions, each once: counters, gate state, and when to look again.';
+
+create or replace function dispatch_next_eligible(p_claims dispatch_claim[])
+returns timestamptz[]
+language plpgsql
+stable
+set search_path from current
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_hashjoin = off
+set enable_mergejoin = off
+set jit = off
+as $$
+begin
+  return array(
+    select (select min(s.eligible_at) from dispatch_staged_jobs as s where s.partition_id = c.partition_id)
+    from unnest(p_claims) as c
+    order by c.ordinal
+  );
+end;
+$$;
+comment on function dispatch_next_eligible(dispatch_claim[]) is 'When the next waiting job of each claim is eligible (-infinity: at once); null where none waits.';
+
+create or replace function dispatch_settle_outcomes(p_policy dispatch_policies, p_handoff dispatch_handoffs, p_outcomes dispatch_outcome[])
+returns dispatch_tick_result
+language plpgsql
+set search_path from current
+as $$
+declare
+  v_now constant timestamptz := p_handoff.decided_at;
+  v_not_handed constant bigint[] := array(select o.id from unnest(p_outcomes) as o where o.job_id is null);
+  v_jobs integer[] := array_fill(0, array[cardinality(p_handoff.claims)]);
+  v_reasons text[];
+  v_next timestamptz[];
+  v_ordinal integer;
+  v_result dispatch_tick_result;
+begin
+  for v_i in 1 .. cardinality(p_handoff.staged_ids) loop
+    if p_handoff.staged_ids[v_i] <> all (v_not_handed) then
+      v_ordinal := p_handoff.ordinals[v_i];
+      v_jobs[v_ordinal] := v_jobs[v_ordinal] + 1;
+    end if;
+  end loop;
+
+  if p_outcomes <> '{}' then
+    perform dispatch_write_handed(p_outcomes, v_now);
+  end if;
+  if v_not_handed <> '{}' then
+    perform dispatch_write_failed(p_outcomes, v_now);
+  end if;
+  if p_handoff.claims <> '{}' then
+    v_next := dispatch_next_eligible(p_handoff.claims);
+    v_reasons := array(
+      select case when v_jobs[c.ordinal] = 0 then c.reason end
+      from unnest(p_handoff.claims) as c
+      order by c.ordinal
+    );
+    perform dispatch_write_partitions(p_policy, dispatch_claims_after(p_policy, p_handoff.claims, v_jobs, v_next, v_now),
+      v_reasons, v_jobs, v_next, v_now);
   end if;
 
-  -- The gates are asked once more, now with what was handed off: their answer is when to look again.
-  v_after := dispatch_pass_gates(p_policy.gates, array(
-    select row(
-      c.ordinal, c.partition_id, c.partition_key, c.context, c.params,
-      dispatch_spend(c.gate_state, coalesce((v_handed ->> c.partition_id::text)::integer, 0)),
-      c.in_flight + coalesce((v_handed ->> c.partition_id::text)::integer, 0),
-      p_policy.admission_batch_size, null, null, null
-    )::dispatch_claim
-    from unnest(p_handoff.claims) as c
-    order by c.ordinal
-  ), v_now);
-
-  with settled as (
-    update dispatch_partitions as p
-    set
-      due_at = case when next.eligible_at is not null then greatest(next.eligible_at, v_now, open.retry_at) end,
-      blocked_until = open.retry_at,
-      blocked_after_finish = open.retry_after_finish,
-      blocked_reason = case when jobs = 0 then before.reason end,
-      last_checked_at = v_now,
-      last_admitted_at = case when jobs > 0 then v_now else p.last_admitted_at end,
-      pending_count = p.pending_count - jobs,
-      in_flight_count = p.in_flight_count + jobs,
-      total_admitted = p.total_admitted + jobs,
-      decayed_admits = case when jobs > 0
-        then jobs + dispatch_decay(p.decayed_admits, extract(epoch from v_now - p.decayed_at)::double precision, p_policy.half_life)
-        else p.decayed_admits end,
-      decayed_at = case when jobs > 0 then v_now else p.decayed_at end,
-      gate_state = after.gate_state
-    from unnest(p_handoff.claims) as before
-    join unnest(v_after) as after on after.ordinal = before.ordinal
-    cross join lateral (
-      select coalesce((v_handed ->> before.partition_id::text)::integer, 0) as jobs
-    ) as handed
-    cross join lateral (
-      select
-        case when jobs = 0 and before.reason is not null then before.retry_at else after.retry_at end as retry_at,
-        case when jobs = 0 and before.reason is not null then before.retry_after_finish else after.retry_after_finish end as retry_after_finish
-    ) as open
-    cross join lateral (
-      select min(s.eligible_at) as eligible_at
-      from dispatch_staged_jobs as s
-      where s.partition_id = before.partition_id
-    ) as next
-    where p.id = before.partition_id
-    returning jobs, case when jobs = 0 then before.reason end as reason
-  ), reasons as (
-    select split_part(reason, ':', 1) as reason, count(*) as partitions
-    from settled
-    where reason is not null
-    group by 1
-  )
   select
     p_policy.policy_name,
     count(*),
@@ -136,10 +215,18 @@ begin
     count(*) filter (where reason is not null),
     coalesce(sum(jobs), 0),
     (select count(*) from unnest(p_outcomes) as o where o.error is not null),
-    coalesce((select jsonb_object_agg(reasons.reason, reasons.partitions) from reasons), '{}'),
+    coalesce((
+      select jsonb_object_agg(kind, partitions)
+      from (
+        select split_part(reason, ':', 1) as kind, count(*) as partitions
+        from unnest(v_reasons) as reason
+        where reason is not null
+        group by 1
+      ) as kinds
+    ), '{}'),
     extract(epoch from clock_timestamp() - p_handoff.started_at) * 1000
   into v_result
-  from settled;
+  from unnest(v_jobs, v_reasons) as settled (jobs, reason);
 
   if v_result.partitions_seen > 0 then
     insert into dispatch_tick_samples (at, policy_name, shard, partitions_seen, partitions_admitted, partitions_denied, jobs_admitted,
@@ -168,8 +255,8 @@ begin
     return;
   end if;
 
-  insert into dispatch_handoffs (policy_name, shard, decided_at, started_at, claims, staged_ids)
-  values (v_handoff.policy_name, v_handoff.shard, v_handoff.decided_at, v_handoff.started_at, v_handoff.claims, v_handoff.staged_ids)
+  insert into dispatch_handoffs (policy_name, shard, decided_at, started_at, claims, staged_ids, ordinals)
+  values (v_handoff.policy_name, v_handoff.shard, v_handoff.decided_at, v_handoff.started_at, v_handoff.claims, v_handoff.staged_ids, v_handoff.ordinals)
   returning id into v_handoff.id;
 
   return query

@@ -54,7 +54,9 @@ begin
     from unnest(dispatch_pass_gates(p_policy.gates,
       dispatch_resolve(p_policy, array[dispatch_new_claim(p_policy, v_partition, 1)], v_handoff.decided_at), v_handoff.decided_at)) as c
   );
-  v_handoff.staged_ids := dispatch_pick(v_handoff.claims, v_handoff.decided_at);
+  select ids, ordinals
+  into v_handoff.staged_ids, v_handoff.ordinals
+  from dispatch_pick(v_handoff.claims, v_handoff.decided_at);
   return (dispatch_settle_outcomes(p_policy, v_handoff, dispatch_hand_off(v_handoff.staged_ids))).jobs_admitted;
 end;
 $$;
