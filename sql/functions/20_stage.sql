@@ -162,7 +162,7 @@ begin
       task_name, queue_name, lock, queueing_lock, args, context)
     select
       id, partition_id, coalesce(scheduled_at, '-infinity'), v_now, scheduled_at,
-      coalesce((job ->> 'priority')::integer, 0), p_policy, partition_key,
+      coalesce((job ->> 'priority')::numeric::integer, 0), p_policy, partition_key,
       job ->> 'task_name', coalesce(job ->> 'queue_name', v_policy.queue_name),
       job ->> 'lock', job ->> 'queueing_lock', args, kept
     from jobs
