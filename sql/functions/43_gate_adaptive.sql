@@ -13,7 +13,8 @@ immutable
 parallel safe
 as $$
 begin
-  ewma_lag_ms := p_ewma_lag_ms * (1 - p_alpha) + p_alpha * p_lag_ms;
+  -- A float may not fade below its smallest value, so what is next to nothing counts as nothing.
+  ewma_lag_ms := case when p_ewma_lag_ms < 1e-9 then 0 else p_ewma_lag_ms * (1 - p_alpha) end + p_alpha * p_lag_ms;
   current_max := case
     when not p_succeeded then floor(p_current_max * p_failure_factor)
     when ewma_lag_ms > p_target_lag_ms then floor(p_current_max * p_overload_factor)
@@ -32,15 +33,22 @@ immutable
 parallel safe
 begin atomic
   select
-    least(greatest(coalesce((p_params ->> (p_gate || '.initial_max'))::numeric, 1), coalesce((p_params ->> (p_gate || '.min'))::numeric, 1), 1), 1e9)::integer,
+    least(greatest((p_params ->> (p_gate || '.initial_max'))::numeric, knob.lowest), knob.highest, 1e9)::integer,
     coalesce(nullif(greatest((p_params ->> (p_gate || '.target_lag_ms'))::numeric, 0), 0), 1000),
-    least(greatest(coalesce((p_params ->> (p_gate || '.min'))::numeric, 1), 1), 1e9)::integer,
-    case when p_params ->> (p_gate || '.max') is not null then
-      least(greatest((p_params ->> (p_gate || '.max'))::numeric, (p_params ->> (p_gate || '.min'))::numeric, 1), 1e9)::integer
-    end,
-    case when (p_params ->> (p_gate || '.ewma_alpha'))::numeric between 1e-6 and 1 then (p_params ->> (p_gate || '.ewma_alpha'))::numeric else 0.5 end,
-    case when (p_params ->> (p_gate || '.failure_decrease_factor'))::numeric between 1e-6 and 0.999999 then (p_params ->> (p_gate || '.failure_decrease_factor'))::numeric else 0.5 end,
-    case when (p_params ->> (p_gate || '.overload_decrease_factor'))::numeric between 1e-6 and 0.999999 then (p_params ->> (p_gate || '.overload_decrease_factor'))::numeric else 0.95 end;
+    least(knob.lowest, 1e9)::integer,
+    least(knob.highest, 1e9)::integer,
+    case when knob.alpha > 0 and knob.alpha <= 1 then greatest(knob.alpha, 1e-12) else 0.5 end,
+    case when knob.failure_factor > 0 and knob.failure_factor < 1 then greatest(knob.failure_factor, 1e-12) else 0.5 end,
+    case when knob.overload_factor > 0 and knob.overload_factor < 1 then greatest(knob.overload_factor, 1e-12) else 0.95 end
+  from (
+    select
+      lowest,
+      (p_params ->> (p_gate || '.ewma_alpha'))::numeric as alpha,
+      (p_params ->> (p_gate || '.failure_decrease_factor'))::numeric as failure_factor,
+      (p_params ->> (p_gate || '.overload_decrease_factor'))::numeric as overload_factor,
+      case when p_params ->> (p_gate || '.max') is not null then greatest((p_params ->> (p_gate || '.max'))::numeric, lowest) end as highest
+    from greatest((p_params ->> (p_gate || '.min'))::numeric, 1) as lowest
+  ) as knob;
 end;
 comment on function dispatch_aimd_params(jsonb, text) is 'The knobs of an adaptive gate among resolved parameters, each brought into its range: a value looked up at tick time may be anything.';
 
