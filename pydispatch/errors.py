@@ -143,6 +143,7 @@ def translated(error: BaseException) -> DispatchError | None:
     """
     if isinstance(error, procrastinate.exceptions.ConnectorException) and error.__cause__:
         error = error.__cause__
+    error = getattr(error, "orig", None) or error  # the driver's, inside SQLAlchemy's
     diag: Any = getattr(error, "diag", None)
     sqlstate = getattr(diag, "sqlstate", None)
     if not isinstance(sqlstate, str) or not sqlstate.startswith("PD"):
