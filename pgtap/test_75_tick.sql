@@ -1,0 +1,177 @@
+-- The tick as a whole, over one policy or all, and what tells its caller when to come back.
+begin;
+select plan(34);
+
+set local dispatch.fake_now = '2026-01-01 00:00:00+00';
+
+create function pg_temp.clock(p_seconds double precision)
+returns timestamptz
+language sql
+return '2026-01-01 00:00:00+00'::timestamptz + make_interval(secs => p_seconds);
+
+create function pg_temp.at(p_seconds double precision)
+returns void
+language plpgsql
+as $$
+begin
+  perform set_config('dispatch.fake_now', pg_temp.clock(p_seconds)::text, true);
+end;
+$$;
+
+create function pg_temp.stage(p_policy text, p_key text, p_more jsonb default '{}')
+returns bigint
+language sql
+begin atomic
+  select id
+  from dispatch_stage_many(p_policy, jsonb_build_array(
+    jsonb_build_object('task_name', p_policy, 'context', jsonb_build_object('k', p_key, 's', p_key)) || p_more)) as id;
+end;
+
+select is((select count(*) from dispatch_tick()), 0::bigint, 'without policies there is nothing to tick');
+select is(dispatch_next_due(), null, 'and nothing to wait for');
+
+do $$
+begin
+  perform dispatch_define_policy(name, '{"partition_by": "k", "shard_by": "s"}') from unnest(array['c', 'a', 'b']) as name;
+  perform pg_temp.stage('a', 'north');
+  perform pg_temp.stage('a', 'south');
+  perform pg_temp.stage('c', 'north');
+end;
+$$;
+select results_eq(
+  $$ select policy_name, partitions_seen, jobs_admitted from dispatch_tick(p_shard => 'north') $$,
+  $$ values ('a', 1, 1), ('b', 0, 0), ('c', 1, 1) $$, 'a tick of all policies gives one row a policy, and keeps to the shard');
+select results_eq(
+  $$ select policy_name, jobs_admitted from dispatch_tick('a') $$, $$ values ('a', 1) $$, 'a tick of one policy gives one row');
+select is((select count(*) from procrastinate_jobs), 3::bigint, 'every job has arrived');
+
+select throws_ok($$ select dispatch_tick('nobody') $$, 'PD001', null, 'an unknown policy is an error');
+select throws_ok($$ select dispatch_admit('nobody') $$, 'PD001', null, 'for a driver too');
+
+-- One policy that fails.
+do $$
+begin
+  perform pg_temp.stage(name, 'x') from unnest(array['a', 'b', 'c']) as name;
+  update dispatch_policies set gates = '[{"type": "unheard_of", "name": "x"}]' where policy_name = 'b';
+end;
+$$;
+select results_eq(
+  $$ select policy_name, jobs_admitted, denied_reasons from dispatch_tick() $$,
+  $$ values ('a', 1, '{}'::jsonb), ('b', 0, '{"tick_error": 1}'), ('c', 1, '{}') $$, 'a policy that fails stops no other, and says that it failed');
+select is((select count(*) from dispatch_staged_jobs where policy_name = 'b'), 1::bigint, 'its jobs stay staged');
+select is((select count(*) from dispatch_inbox where policy_name = 'b'), 1::bigint, 'with all that belongs to them');
+select throws_ok($$ select dispatch_tick('b') $$, '20000', null, 'ticked alone, it raises its error');
+do $$
+begin
+  perform dispatch_define_policy('b', '{"partition_by": "k", "fairness": {"half_life": 30}}');
+end;
+$$;
+select is((select sum(jobs_admitted) from dispatch_tick()), 1::bigint, 'mended, it goes on');
+
+create function pg_temp.fail() returns trigger language plpgsql as $$ begin raise exception 'no room' using errcode = 'disk_full'; end $$;
+do $$
+begin
+  create trigger weather before insert on procrastinate_jobs for each row when (new.task_name = 'b') execute function pg_temp.fail();
+  perform pg_temp.stage(name, 'x') from unnest(array['a', 'b', 'c']) as name;
+end;
+$$;
+select throws_ok('select dispatch_tick()', '53100', null, 'a fault of the server''s is no policy''s: the whole tick fails');
+select is((select count(*) from dispatch_staged_jobs), 3::bigint, 'and has done nothing');
+do $$
+begin
+  drop trigger weather on procrastinate_jobs;
+  perform dispatch_tick();
+end;
+$$;
+
+-- When to come back.
+select is(dispatch_next_due(), null, 'when nothing waits, there is nothing to come back for');
+select is(dispatch_next_due('nobody'), null, 'nor for a policy that does not exist');
+do $$
+begin
+  perform pg_temp.stage('a', 'north');
+end;
+$$;
+select is(dispatch_next_due('a'), pg_temp.clock(0), 'what was just staged is due now');
+select is(dispatch_next_due(), pg_temp.clock(0), 'whichever policy it is in');
+select is(dispatch_next_due('b'), null, 'but not for another policy');
+
+do $$
+begin
+  perform dispatch_tick();
+  perform pg_temp.stage('a', 'north', jsonb_build_object('scheduled_at', pg_temp.clock(50)));
+  perform pg_temp.stage('a', 'south', jsonb_build_object('scheduled_at', pg_temp.clock(40)));
+  perform pg_temp.stage('c', 'north', jsonb_build_object('scheduled_at', pg_temp.clock(60)));
+  perform dispatch_tick();
+end;
+$$;
+select is(dispatch_next_due(), pg_temp.clock(40), 'the next job''s time is the next thing to wait for');
+select is(dispatch_next_due('a', 'north'), pg_temp.clock(50), 'of one shard');
+select is(dispatch_next_due(p_shard => 'north'), pg_temp.clock(50), 'in any policy');
+select is(dispatch_next_due('c'), pg_temp.clock(60), 'or of one policy');
+select is(dispatch_next_due('a', 'west'), null, 'nothing, in a shard without partitions');
+do $$
+begin
+  perform pg_temp.at(45);
+end;
+$$;
+select is(dispatch_next_due(), pg_temp.clock(40), 'what is overdue lies in the past');
+
+do $$
+begin
+  perform dispatch_pause('a', 'south');
+  perform dispatch_tick();
+end;
+$$;
+select is(dispatch_next_due('a'), pg_temp.clock(50), 'a paused partition keeps nobody awake');
+do $$
+begin
+  perform dispatch_pause('a');
+end;
+$$;
+select is(dispatch_next_due('a'), null, 'nor does a paused policy');
+do $$
+begin
+  perform pg_temp.stage('a', 'north');
+  perform dispatch_tick();
+end;
+$$;
+select is(dispatch_next_due('a'), null, 'whatever is staged in it, once that is folded');
+do $$
+begin
+  perform dispatch_resume('a');
+end;
+$$;
+select is(dispatch_next_due('a'), pg_temp.clock(45), 'resumed, what waited is due');
+
+-- Behind a gate.
+do $$
+begin
+  perform dispatch_define_policy('gated', '{"partition_by": "k", "gates": [{"type": "throttle", "rate": 1, "per": 20}, {"type": "concurrency", "max": 1, "full_backoff": 90}]}');
+  perform pg_temp.stage('gated', 'x') from generate_series(1, 2);
+  perform dispatch_tick('gated');
+end;
+$$;
+select is(dispatch_next_due('gated'), pg_temp.clock(135), 'behind the gates, the time at which they may open');
+do $$
+begin
+  perform dispatch_finish(job_id, true) from dispatch_inflight_jobs where policy_name = 'gated';
+end;
+$$;
+select is(dispatch_next_due('gated'), pg_temp.clock(45), 'a finish is worth a tick');
+do $$
+begin
+  perform dispatch_tick('gated');
+end;
+$$;
+select is(dispatch_next_due('gated'), pg_temp.clock(65), 'which finds out when the next token comes, and goes round in no loop');
+do $$
+begin
+  perform pg_temp.at(65);
+end;
+$$;
+select is((select jobs_admitted from dispatch_tick('gated')), 1, 'a caller that comes back at that time is not too early');
+select is(dispatch_next_due('gated'), null, 'and after the last job there is nothing to come back for');
+
+select * from finish();
+rollback;
