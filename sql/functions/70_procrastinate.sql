@@ -518,7 +518,8 @@ language plpgsql
 set search_path from current
 as $$
 begin
-  if dispatch_cancel(p_id) then
+  -- A retry that waits has a row in procrastinate, so procrastinate cancels or deletes it.
+  if not exists (select from dispatch_staged_jobs where id = p_id and job_id is not null) and dispatch_cancel(p_id) then
     if p_delete_job then
       delete from dispatch_admissions where staged_id = p_id and job_id is null;
     end if;
