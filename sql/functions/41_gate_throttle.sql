@@ -44,7 +44,7 @@ stable
 as $$
 declare
   v_rate constant numeric := (p_claim).params ->> (p_gate || '.rate');
-  v_per constant numeric := least(((p_claim).params ->> (p_gate || '.per'))::numeric, 315360000);
+  v_per constant numeric := least(nullif(greatest(((p_claim).params ->> (p_gate || '.per'))::numeric, 0), 0), 315360000);
   v_state constant jsonb := (p_claim).gate_state -> p_gate;
   v_at constant numeric := v_state ->> 'at';
   v_now constant numeric := extract(epoch from p_now);
@@ -80,22 +80,20 @@ end;
 $$;
 comment on function dispatch_gate_throttle(dispatch_claim[], text, timestamptz) is 'Lets the whole tokens of a bucket pass. Denies with throttle_empty until the next whole token, with rate_zero for one `per` where the rate is null or not above 0.';
 
-create or replace function dispatch_spend(p_gate_state jsonb, p_jobs integer)
+create or replace function dispatch_spend(p_gate_state jsonb, p_gates text[], p_jobs integer)
 returns jsonb
 language plpgsql
 immutable
 parallel safe
 as $$
+declare
+  v_gate text;
 begin
-  if p_jobs = 0 or p_gate_state = '{}' then
-    return p_gate_state;
-  end if;
-  return (
-    select jsonb_object_agg(
-      name,
-      case when state ? 'tokens' then state || jsonb_build_object('tokens', (state ->> 'tokens')::numeric - p_jobs) else state end)
-    from jsonb_each(p_gate_state) as gates (name, state)
-  );
+  foreach v_gate in array p_gates loop
+    continue when p_jobs = 0 or not p_gate_state ? v_gate;
+    p_gate_state := jsonb_set(p_gate_state, array[v_gate, 'tokens'], to_jsonb((p_gate_state -> v_gate ->> 'tokens')::numeric - p_jobs));
+  end loop;
+  return p_gate_state;
 end;
 $$;
-comment on function dispatch_spend(jsonb, integer) is 'Gate state after p_jobs were handed off: each bucket pays a token a job.';
+comment on function dispatch_spend(jsonb, text[], integer) is 'Gate state after p_jobs were handed off: each bucket named pays a token a job.';

@@ -77,29 +77,27 @@ end;
 $$;
 comment on function dispatch_write_failed(dispatch_outcome[], timestamptz) is 'Of jobs that could not be handed off, the bad ones go to dispatch_dead_jobs; those whose queueing lock is held wait a while.';
 
--- The claims after the hand-off. They pay for what went, and where jobs are left the gates are asked once more: their
--- answer is when to look again.
-create or replace function dispatch_claims_after(p_policy dispatch_policies, p_claims dispatch_claim[], p_jobs integer[], p_next timestamptz[], p_now timestamptz)
+-- The claims after the hand-off. They pay for what went, and the gates are asked once more: their answer is when to look
+-- again.
+create or replace function dispatch_claims_after(p_policy dispatch_policies, p_claims dispatch_claim[], p_jobs integer[], p_now timestamptz)
 returns dispatch_claim[]
 language plpgsql
 set search_path from current
 as $$
 declare
+  v_buckets constant text[] := array(select gate ->> 'name' from jsonb_array_elements(p_policy.gates) as gate where gate ->> 'type' = 'throttle');
   v_claim dispatch_claim;
   v_again dispatch_claim[] := '{}';
 begin
   foreach v_claim in array p_claims loop
     if p_jobs[v_claim.ordinal] > 0 or v_claim.reason is null then
-      v_claim.gate_state := dispatch_spend(v_claim.gate_state, p_jobs[v_claim.ordinal]);
+      v_claim.gate_state := dispatch_spend(v_claim.gate_state, v_buckets, p_jobs[v_claim.ordinal]);
       v_claim.in_flight := v_claim.in_flight + p_jobs[v_claim.ordinal];
       v_claim.allowed := p_policy.admission_batch_size;
       v_claim.retry_at := null;
       v_claim.retry_after_finish := null;
       v_claim.reason := null;
-      p_claims[v_claim.ordinal] := v_claim;
-      if p_next[v_claim.ordinal] is not null then
-        v_again := v_again || v_claim;
-      end if;
+      v_again := v_again || v_claim;
     end if;
   end loop;
 
@@ -109,7 +107,7 @@ begin
   return p_claims;
 end;
 $$;
-comment on function dispatch_claims_after(dispatch_policies, dispatch_claim[], integer[], timestamptz[], timestamptz) is 'The claims once p_jobs (by ordinal) were handed off; p_next says when the next job of each is eligible, null for none.';
+comment on function dispatch_claims_after(dispatch_policies, dispatch_claim[], integer[], timestamptz) is 'The claims once p_jobs (by ordinal) were handed off.';
 
 create or replace function dispatch_write_partitions(p_policy dispatch_policies, p_claims dispatch_claim[], p_reasons text[], p_jobs integer[], p_next timestamptz[], p_now timestamptz)
 returns void
@@ -204,7 +202,7 @@ begin
       from unnest(p_handoff.claims) as c
       order by c.ordinal
     );
-    perform dispatch_write_partitions(p_policy, dispatch_claims_after(p_policy, p_handoff.claims, v_jobs, v_next, v_now),
+    perform dispatch_write_partitions(p_policy, dispatch_claims_after(p_policy, p_handoff.claims, v_jobs, v_now),
       v_reasons, v_jobs, v_next, v_now);
   end if;
 
