@@ -368,12 +368,15 @@ begin
        excluded.lookups, excluded.context_paths, excluded.half_life, excluded.partition_batch_size, excluded.admission_batch_size,
        excluded.tick_admission_budget, excluded.max_pending, excluded.retry_strategy, excluded.stalled, excluded.updated_at);
 
-  -- New limits count from the next tick on, so whoever waits for an old one is looked at again.
+  -- New limits count from the next tick on, so whoever waits for an old one is looked at again: now, or when the tick is
+  -- over that just looks at it, or creates it, under the old definition.
   insert into dispatch_inbox (policy_name, partition_id, kind)
-  select policy_name, id, 'resumed'
-  from dispatch_partitions
-  where policy_name = p_name
-    and due_at > v_now;
+  select p_name, id, 'resumed'
+  from (
+    select id from dispatch_partitions where policy_name = p_name and due_at is not null
+    union
+    select partition_id from dispatch_inbox where policy_name = p_name
+  ) as waiting (id);
   perform dispatch_wake(p_name);
 end;
 $$;

@@ -137,5 +137,6 @@ def assert_balanced(conn: psycopg.Connection) -> None:
         for policy in column(conn, "select policy_name from dispatch_policies"):
             while value(conn, "select dispatch_fold(%s, dispatch_now())", policy):
                 pass
-    assert value(conn, "select count(*) from dispatch_inbox") == 0
-    assert conn.execute(IMBALANCES).fetchall() == []
+    assert not value(conn, "select count(*) from dispatch_inbox"), "notes that nobody folds"
+    imbalances = conn.execute(IMBALANCES).fetchall()
+    assert not imbalances, imbalances
