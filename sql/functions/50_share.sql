@@ -8,9 +8,9 @@ immutable
 parallel safe
 return case
   when p_half_life is null or p_elapsed is null then p_decayed
-  else p_decayed * exp(greatest(-p_elapsed * ln(2::double precision) / p_half_life, -700))
+  else p_decayed * exp(greatest(-greatest(p_elapsed, 0) * ln(2::double precision) / greatest(p_half_life, 1e-6), -600))
 end;
-comment on function dispatch_decay(double precision, double precision, double precision) is 'An exponentially decayed count after p_elapsed seconds: it halves every p_half_life seconds. The exponent is clamped, so that a long idle time cannot underflow.';
+comment on function dispatch_decay(double precision, double precision, double precision) is 'An exponentially decayed count after p_elapsed seconds: it halves every p_half_life seconds. The exponent is clamped, so that neither a long idle time can underflow nor a clock that went back overflow.';
 
 create or replace function dispatch_share(p_demands integer[], p_weights double precision[], p_budget integer)
 returns integer[]
@@ -21,7 +21,7 @@ as $$
 declare
   v_shares integer[];
   v_left double precision := p_budget;
-  v_weight double precision;
+  v_share double precision;
   v_rest integer;
   v_row record;
 begin
@@ -30,16 +30,18 @@ begin
   end if;
 
   -- Water-filling: those who want least per weight are served first and leave what they do not use to the others.
-  v_weight := (select sum(weight) from unnest(p_weights) as weight);
   v_shares := array_fill(0, array[cardinality(p_demands)]);
   for v_row in
-    select ordinality::integer as i, demand, weight
+    select
+      ordinality::integer as i, demand, weight,
+      -- Summed up from the other end: nothing is subtracted, so small weights are not lost beside large ones.
+      sum(weight) over (order by demand / weight desc, ordinality desc rows unbounded preceding) as weight_from_here
     from unnest(p_demands, p_weights) with ordinality as claims (demand, weight, ordinality)
     order by demand / weight, ordinality
   loop
-    v_shares[v_row.i] := floor(least(v_row.demand, v_left * v_row.weight / v_weight) + 1e-9);
-    v_left := v_left - least(v_row.demand, v_left * v_row.weight / v_weight);
-    v_weight := v_weight - v_row.weight;
+    v_share := least(v_row.demand, v_left * (v_row.weight / v_row.weight_from_here));
+    v_shares[v_row.i] := floor(v_share + 1e-9);
+    v_left := v_left - v_share;
   end loop;
 
   -- What rounding down left goes out one each, to those who came first.
@@ -91,8 +93,11 @@ begin
   v_shares := dispatch_share(
     v_demands,
     array(
-      select coalesce(nullif(greatest((c.params ->> 'fairness.weight')::numeric, 0), 0), 1)::double precision
+      select case when weight > 0 then least(greatest(weight, 1e-6), 1e6) else 1 end::double precision
       from unnest(p_claims) as c
+      cross join lateral (
+        select (c.params ->> 'fairness.weight')::numeric as weight
+      ) as given
       order by c.ordinal
     ),
     p_policy.tick_admission_budget);
