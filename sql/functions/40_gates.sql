@@ -3,16 +3,24 @@
 -- it is known to be handed off, and a job passes all gates or none.
 -- A gate type is one function dispatch_gate_TYPE(claims, name, now), listed in dispatch_pass_gates.
 
+create or replace function dispatch_sane(p_number numeric)
+returns numeric
+language sql
+immutable
+parallel safe
+return case when p_number <> 'NaN' then trim_scale(round(least(greatest(p_number, -1e12), 1e12), 12)) end;
+comment on function dispatch_sane(numeric) is 'A number from outside as gates can count with it: clamped to +-1e12, 12 decimals; null for NaN.';
+
 create or replace function dispatch_to_number(p_value jsonb)
 returns numeric
 language sql
 immutable
 parallel safe
 return case
-  when jsonb_typeof(p_value) = 'number' then least(greatest((p_value #>> '{}')::numeric, -1e12), 1e12)
-  when jsonb_typeof(p_value) = 'string' and p_value #>> '{}' ~ '^[-+]?\d{1,12}(\.\d{1,12})?$' then (p_value #>> '{}')::numeric
+  when jsonb_typeof(p_value) = 'number' then dispatch_sane((p_value #>> '{}')::numeric)
+  when jsonb_typeof(p_value) = 'string' and p_value #>> '{}' ~ '^[-+]?[0-9]{1,12}(\.[0-9]{1,12})?$' then (p_value #>> '{}')::numeric
 end;
-comment on function dispatch_to_number(jsonb) is 'A number, or the text of one, as found in a context, clamped to +-1e12; null for anything else.';
+comment on function dispatch_to_number(jsonb) is 'A number, or the text of one, as found in a context; null for anything else.';
 
 create or replace function dispatch_ask_limit(p_function text, p_default jsonb, p_partition_key text, p_context jsonb)
 returns numeric
@@ -28,7 +36,7 @@ begin
       'Create it again, or define the policy without it.');
   end if;
   execute format('select %s($1, $2)', v_function::regproc) into v_value using p_partition_key, p_context;
-  return coalesce(least(greatest(nullif(v_value, 'NaN'), -1e12), 1e12), dispatch_to_number(p_default));
+  return coalesce(dispatch_sane(v_value), dispatch_to_number(p_default));
 end;
 $$;
 comment on function dispatch_ask_limit(text, jsonb, text, jsonb) is 'What a user''s limit function says of a partition; its default when it returns null. Raises what the function raises.';
@@ -74,7 +82,7 @@ begin
           dispatch_ask_limit(v_lookup ->> 'sql', v_lookup -> 'default', v_claim.partition_key, v_claim.context));
       end loop;
     exception
-      when others then
+      when others or assert_failure then
         v_claim.allowed := 0;
         v_claim.retry_at := p_now + interval '10 seconds';
         v_claim.retry_after_finish := v_claim.retry_at;
@@ -113,8 +121,12 @@ stable
 set search_path from current
 as $$
 declare
+  v_denied constant dispatch_claim[] := array(select c from unnest(p_claims) as c where c.reason is not null);
   v_gate jsonb;
 begin
+  if v_denied <> '{}' then
+    p_claims := array(select c from unnest(p_claims) as c where c.reason is null order by c.ordinal);
+  end if;
   for v_gate in select jsonb_array_elements(p_gates) loop
     case v_gate ->> 'type'
       when 'throttle' then
@@ -125,7 +137,10 @@ begin
         p_claims := dispatch_gate_adaptive_concurrency(p_claims, v_gate ->> 'name', p_now);
     end case;
   end loop;
+  if v_denied <> '{}' then
+    p_claims := array(select c from unnest(p_claims || v_denied) as c order by c.ordinal);
+  end if;
   return p_claims;
 end;
 $$;
-comment on function dispatch_pass_gates(jsonb, dispatch_claim[], timestamptz) is 'The claims after all gates of a policy. Changes nothing.';
+comment on function dispatch_pass_gates(jsonb, dispatch_claim[], timestamptz) is 'The claims after all gates of a policy; one that is denied already (paused, or its limits could not be asked) passes none. Changes nothing.';

@@ -44,7 +44,7 @@ stable
 as $$
 declare
   v_rate constant numeric := (p_claim).params ->> (p_gate || '.rate');
-  v_per constant numeric := least(nullif(greatest(((p_claim).params ->> (p_gate || '.per'))::numeric, 0), 0), 315360000);
+  v_per constant numeric := least(((p_claim).params ->> (p_gate || '.per'))::numeric, 315360000);
   v_state constant jsonb := (p_claim).gate_state -> p_gate;
   v_at constant numeric := v_state ->> 'at';
   v_now constant numeric := extract(epoch from p_now);
