@@ -1,6 +1,6 @@
 -- procrastinate: what it is given, what it refuses, and jobs that come back for a retry.
 begin;
-select plan(79);
+select plan(85);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 
@@ -339,6 +339,35 @@ end;
 $$;
 select is((select array[jobs_admitted, handoff_failures] from dispatch_tick('retries')), '{1,0}', 'of two retries with one queueing lock one goes first');
 select is((select count(*) from dispatch_staged_jobs where policy_name = 'retries'), 1::bigint, 'and the other waits');
+
+-- A retry that cannot come back.
+do $$
+begin
+  perform dispatch_tick('retries');
+  perform pg_temp.define('stuck');
+  perform pg_temp.stage('stuck', 'refused', '{"lock": "R"}');
+  perform pg_temp.stage('stuck', 'fine');
+  perform dispatch_tick('stuck');
+  perform pg_temp.start('refused'), pg_temp.start('fine');
+  perform procrastinate_retry_job_v2(id, null, null, null, null) from procrastinate_jobs where task_name in ('refused', 'fine');
+  alter table procrastinate_jobs add constraint no_lock check (lock <> 'R') not valid;
+end;
+$$;
+select is((select array[jobs_admitted, handoff_failures] from dispatch_tick('stuck')), '{1,1}', 'a retry that procrastinate''s table refuses costs its neighbours nothing');
+select results_eq(
+  $$ select job_id, attempts, lock, error from dispatch_dead_jobs where task_name = 'refused' $$,
+  $$ select id, 1, 'R', 'new row for relation "procrastinate_jobs" violates check constraint "no_lock" (SQLSTATE 23514)' from pg_temp.job('refused') $$,
+  'it is set aside with the error');
+select is((pg_temp.job('refused')).scheduled_at, dispatch_parked_until(), 'its row stays parked');
+select is((select count(*) from dispatch_inflight_jobs where policy_name = 'stuck'), 1::bigint, 'and holds no slot');
+do $$
+begin
+  alter table procrastinate_jobs drop constraint no_lock;
+  perform dispatch_requeue_dead(id) from dispatch_dead_jobs where task_name = 'refused';
+end;
+$$;
+select is((select array[jobs_admitted, handoff_failures] from dispatch_tick('stuck')), '{1,0}', 'requeued, it comes back');
+select is((pg_temp.job('refused')).lock, 'R', 'as it was');
 
 -- A manual retry of a failed job.
 do $$

@@ -29,6 +29,18 @@ parallel safe
 return left(p_sqlstate, 2) in ('08', '40', '53', '57', '58', 'F0', 'XX') or p_sqlstate in ('25006', '42501');
 comment on function dispatch_is_nobodys_fault(text) is 'Errors that say nothing of a job (connection, serialization, resources, shutdown, system, rights): the tick fails as a whole and is tried again.';
 
+create or replace function dispatch_refusal(p_sqlstate text, p_constraint text, p_message text)
+returns text
+language sql
+immutable
+parallel safe
+return case
+  when p_sqlstate = '23505' and p_constraint = 'procrastinate_jobs_queueing_lock_idx_v1' then null
+  when p_sqlstate = '55P03' then null
+  else p_message || ' (SQLSTATE ' || p_sqlstate || ')'
+end;
+comment on function dispatch_refusal(text, text, text) is 'Why procrastinate''s table refused a single job; null when its queueing lock is held, so that it waits its turn.';
+
 create or replace function dispatch_defer(p_ids bigint[])
 returns dispatch_outcome[]
 language plpgsql
@@ -61,12 +73,7 @@ begin
       end if;
       get stacked diagnostics v_constraint = constraint_name;
       if cardinality(p_ids) = 1 then
-        return array[row(p_ids[1], null,
-          case
-            when sqlstate = '23505' and v_constraint = 'procrastinate_jobs_queueing_lock_idx_v1' then null
-            when sqlstate = '55P03' then null
-            else format('%s (SQLSTATE %s)', sqlerrm, sqlstate)
-          end)::dispatch_outcome];
+        return array[row(p_ids[1], null, dispatch_refusal(sqlstate, v_constraint, sqlerrm))::dispatch_outcome];
       end if;
   end;
   -- Something in the batch is bad: halve it until the bad ones are alone.
@@ -87,10 +94,12 @@ create or replace function dispatch_release(p_ids bigint[])
 returns dispatch_outcome[]
 language plpgsql
 set search_path from current
+set lock_timeout = '100ms'
 as $$
 declare
   v_outcomes dispatch_outcome[] := '{}';
   v_job record;
+  v_constraint text;
 begin
   for v_job in
     select s.*
@@ -118,8 +127,12 @@ begin
         v_outcomes := v_outcomes || row(v_job.id, null, null)::dispatch_outcome;
       end if;
     exception
-      when unique_violation then
-        v_outcomes := v_outcomes || row(v_job.id, null, null)::dispatch_outcome;
+      when others then
+        if dispatch_is_nobodys_fault(sqlstate) then
+          raise;
+        end if;
+        get stacked diagnostics v_constraint = constraint_name;
+        v_outcomes := v_outcomes || row(v_job.id, null, dispatch_refusal(sqlstate, v_constraint, sqlerrm))::dispatch_outcome;
     end;
   end loop;
   return v_outcomes;
