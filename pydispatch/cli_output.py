@@ -14,6 +14,7 @@ from decimal import Decimal
 from typing import Any
 
 import rich.box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -23,6 +24,7 @@ from pydispatch.errors import DispatchError
 __all__ = ["print_error", "print_json", "print_line", "print_rows"]
 
 _WIDE = 100_000  # columns of a page that is no terminal
+_GAP = 3  # columns between two columns of a table
 
 
 def print_json(value: Any) -> None:
@@ -36,24 +38,56 @@ def print_line(line: str) -> None:
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]], *, empty: str) -> None:
-    """Print rows as a table with their keys as headings, or the sentence that there are none."""
+    """Print rows as a table with their keys as headings, or the sentence that there are none.
+
+    Where a terminal is too narrow for the columns, each row becomes a list of names and values.
+    """
     if not rows:
         print_line(empty)
         return
     console = _console()
+    with console.capture() as page:
+        for place, part in enumerate(_table(rows, console) or map(_list, rows)):
+            if place:
+                console.print()
+            console.print(part)
+    for line in page.get().splitlines():
+        print(line.rstrip())
+
+
+def _table(rows: Sequence[Mapping[str, Any]], console: Console) -> list[Table] | None:
+    """The rows as one table, or None when it would have to break words."""
+    columns = {name.replace("_", " "): [_shown(row[name]) for row in rows] for name in rows[0]}
+    texts = [[heading, *(cell.plain for cell in cells)] for heading, cells in columns.items()]
+    shortest = [max(cell_len(word) for text in column for word in text.split()) for column in texts]
+    longest = [max(map(cell_len, column)) for column in texts]
+    spare = console.width - sum(shortest) - _GAP * (len(columns) - 1)
+    if spare < 0:
+        return None
     table = Table(
         box=rich.box.SIMPLE_HEAD if console.is_terminal else None,
-        header_style="bold",
+        show_edge=False,
         pad_edge=False,
+        header_style="bold",
     )
-    for name in rows[0]:
-        is_number = all(isinstance(row[name], (int, float, Decimal, type(None))) for row in rows)
-        table.add_column(
-            name.replace("_", " "), justify="right" if is_number else "left", overflow="fold"
-        )
-    for row in rows:
-        table.add_row(*(_shown(value) for value in row.values()))
-    console.print(table)
+    for name, heading, short, long in zip(rows[0], columns, shortest, longest, strict=True):
+        width = min(long, short + spare)
+        spare -= width - short
+        numbers = all(isinstance(row[name], (int, float, Decimal, type(None))) for row in rows)
+        table.add_column(heading, width=width, justify="right" if numbers else "left")
+    for cells in zip(*columns.values(), strict=True):
+        table.add_row(*cells)
+    return [table]
+
+
+def _list(row: Mapping[str, Any]) -> Table:
+    """One row, a line a value."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in row.items():
+        table.add_row(name.replace("_", " "), _shown(value))
+    return table
 
 
 def print_error(error: DispatchError, *, as_json: bool) -> None:

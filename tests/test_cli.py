@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -365,13 +366,42 @@ class TestProcess:
         assert process.returncode == 0, log
         assert "Driver stopped" in log
 
-    def test_terminal_gets_no_control_characters_from_values(self, dsn, conn):
+
+class TestTerminal:
+    def shown(self, rows: list[dict[str, Any]], columns: int) -> str:
         ours, theirs = pty.openpty()
-        code = (
-            "from pydispatch.cli_output import print_rows;"
-            " print_rows([{'key': 'a\\x1b]0;title\\x07b\\nc'}], empty='')"
+        code = "import sys; from pydispatch.cli_output import *;"
+        code += " print_rows(eval(sys.argv[1]), empty='')"
+        subprocess.run(
+            [sys.executable, "-c", code, repr(rows)],
+            stdout=theirs,
+            check=True,
+            env={**os.environ, "COLUMNS": str(columns), "TERM": "xterm"},
         )
-        subprocess.run([sys.executable, "-c", code], stdout=theirs, check=True)
         os.close(theirs)
-        shown = os.read(ours, 10_000).decode()
-        assert "a\\x1b]0;title\\x07b\\nc" in shown
+        text = os.read(ours, 10_000).decode()
+        lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
+        return "\n".join(line.rstrip() for line in lines)
+
+    def test_values_cannot_control_it(self):
+        assert "a\\x1b]0;title\\x07b\\nc" in self.shown([{"key": "a\x1b]0;title\x07b\nc"}], 80)
+
+    def test_table_breaks_text_between_words(self):
+        shown = self.shown([{"id": 1234, "error": "it did not work"}], 20)
+        assert shown.splitlines() == [
+            "  id   error",
+            "─" * 20,
+            "1234   it did not",
+            "       work",
+        ]
+
+    def test_row_that_is_too_wide_becomes_a_list(self):
+        shown = self.shown([{"id": 1234, "key": "x" * 12}, {"id": 5, "key": "y"}], 16)
+        assert shown.splitlines() == [
+            "id   1234",
+            "key  xxxxxxxxxxx",
+            "     x",
+            "",
+            "id   5",
+            "key  y",
+        ]
