@@ -30,5 +30,5 @@ returns interval
 language sql
 immutable
 parallel safe
-return make_interval(secs => coalesce(least(greatest((p_params ->> (p_gate || '.full_backoff'))::numeric, 0.001), 86400), 1)::double precision);
+return make_interval(secs => least(greatest(coalesce((p_params ->> (p_gate || '.full_backoff'))::numeric, 1), 0.001), 86400)::double precision);
 comment on function dispatch_full_backoff(jsonb, text) is 'How long a full partition rests when no finish wakes it: full_backoff, 1 ms to a day.';
