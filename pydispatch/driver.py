@@ -25,6 +25,7 @@ from procrastinate import PsycopgConnector, SyncPsycopgConnector
 from procrastinate.connector import BaseConnector
 from procrastinate.exceptions import ConnectorException
 from psycopg import sql
+from psycopg.conninfo import conninfo_to_dict
 from psycopg.rows import dict_row
 from typing_extensions import LiteralString, TypedDict
 
@@ -65,6 +66,17 @@ select
   set_config('statement_timeout', %(timeout)s, false),
   set_config('idle_in_transaction_session_timeout', %(timeout)s, false)
 """
+
+CONNECTION = {
+    "fallback_application_name": "pydispatch",
+    "connect_timeout": 10,
+    # A network that swallows everything is noticed within half a minute.
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 4,
+    "tcp_user_timeout": 30_000,
+}
+"""libpq's options for the driver's connection, where the user's conninfo has none."""
 
 GAP = 0.01
 """Seconds between two looks, or two ticks of a policy, that find nothing: wake-ups are gathered."""
@@ -172,6 +184,7 @@ class Driver:
         if conninfo is None:
             self._connector = _psycopg_connector(dispatch.app.connector if dispatch else None)
         self._policies = policies
+        self._missing = frozenset(policies or ())  # as far as is known
         self._shard = shard
         self._sync = sync and dispatch is not None
         self._idle_pause = idle_pause
@@ -238,8 +251,8 @@ class Driver:
             options = (pool.kwargs if pool else arguments.get("kwargs")) or {}
             configure = arguments.get("configure")
         conninfo, options = await _called(conninfo), await _called(options)
-        options = {"application_name": "pydispatch", **options, "autocommit": True}
-        connection = await psycopg.AsyncConnection.connect(conninfo, **options)
+        options = {**CONNECTION, **conninfo_to_dict(conninfo), **options, "autocommit": True}
+        connection = await psycopg.AsyncConnection.connect(**options)
         if inspect.iscoroutinefunction(configure):
             await configure(connection)
             await connection.set_autocommit(True)
@@ -300,6 +313,11 @@ class Driver:
             await cursor.execute(LOOK, arguments)
             waits = {row["policy_name"]: row["wait"] for row in await cursor.fetchall()}
         self._losses = 0
+        for name in self._missing - waits.keys():
+            logger.warning(
+                "There is no policy %s", name, extra={"action": "policy_missing", "policy": name}
+            )
+        self._missing = frozenset()
         now = self._now()
         self._paces = {name: self._paces.get(name) or Pace() for name in waits}
         moments = {

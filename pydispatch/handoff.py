@@ -364,9 +364,9 @@ def _hand_off(
 
 
 def _cause(error: Exception) -> BaseException:
-    """Return the driver's error inside one of procrastinate's or ours."""
-    wrapper = isinstance(error, (exceptions.ConnectorException, errors.DispatchError))
-    return error.__cause__ or error if wrapper else error
+    """Return the driver's error inside one of procrastinate's."""
+    wrapped = isinstance(error, exceptions.ConnectorException)
+    return (error.__cause__ if wrapped else None) or error
 
 
 def _sqlstate(error: BaseException) -> str | None:

@@ -171,7 +171,7 @@ async def test_the_driver_sleeps_until_the_next_token(dsn, start, queued, conn):
         "select 5 / extract(epoch from max(admitted_at) - min(admitted_at))"
         " from dispatch_inflight_jobs"
     ).fetchone()
-    assert 2.3 <= rate <= 2.51
+    assert 2.0 <= rate <= 2.51  # late admissions lose time: the bucket holds one token
     assert len(running.looks) < 60
     application.app.close()
 
@@ -389,12 +389,32 @@ async def test_a_sweep_that_fails_is_logged(application, start, queued, conn, ca
     await until(queued, 1)
 
 
-async def test_the_session_is_bounded_and_named(application, start, conn):
-    await start(application.dispatch, tick_max_duration=7.5)
-    row = conn.execute(
-        "select application_name, query from pg_stat_activity where application_name = 'pydispatch'"
-    ).fetchone()
-    assert row is not None
+@pytest.mark.parametrize(
+    ("addition", "name"), [("", "pydispatch"), (" application_name=mine", "mine")]
+)
+async def test_the_session_can_be_recognized(dsn, start, application, conn, addition, name):
+    await start(application.dispatch, conninfo=dsn + addition)
+    names = conn.execute("select application_name from pg_stat_activity").fetchall()
+    assert (name,) in names
+
+
+async def test_a_tick_that_stands_still_is_ended_by_the_server(
+    application, start, conn, connect, queued, caplog
+):
+    application.dispatch.sync()
+    application.defer(1)
+    with connect(autocommit=False) as other:
+        other.execute("lock table dispatch_partitions in exclusive mode")
+        await start(application.dispatch, tick_max_duration=0.2)
+        await async_wait_for(lambda: "Connection lost" in caplog.text or "failed" in caplog.text)
+        other.rollback()
+    await until(queued, 1)
+
+
+async def test_a_policy_that_is_named_and_missing_is_reported(application, start, caplog):
+    await start(application.dispatch, policies=["p", "typo"])
+    await async_wait_for(lambda: "There is no policy typo" in caplog.text)
+    assert "There is no policy p" not in caplog.text.replace("policy typo", "")
 
 
 async def test_the_applications_own_pool_tells_where_to_connect(dsn, start, queued, conn):

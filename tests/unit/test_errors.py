@@ -58,6 +58,16 @@ def test_error_that_procrastinate_wrapped(conn):
     assert caught.value.__cause__ is wrapped
 
 
+def test_error_that_sqlalchemy_wrapped(conn):
+    class StatementError(Exception):
+        orig = raised(conn, "PD004")
+
+    wrapped = exceptions.ConnectorException()
+    wrapped.__cause__ = StatementError()
+    with pytest.raises(errors.AlreadyEnqueued), errors.translate():
+        raise wrapped
+
+
 def test_already_enqueued_is_procrastinates_too(conn):
     with pytest.raises(exceptions.AlreadyEnqueued), errors.translate():
         raise raised(conn, "PD004")

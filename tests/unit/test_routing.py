@@ -264,3 +264,12 @@ def test_without_a_database_jobs_go_straight_to_the_queue(app, dispatch):
     assert app.job_manager.cancel_job_by_id(first)
     assert app.job_manager.get_job_status(first) == jobs.Status.CANCELLED
     assert fetch.batch_defer({"n": 2}, {"n": 3}) == [first + 1, first + 2]
+
+
+def test_a_connector_that_is_replaced_for_a_while_decides(app, dispatch):
+    dispatch.policy("p")("fetch")
+    real = app.connector
+    with app.replace_connector(InMemoryConnector()) as replaced:
+        job_id = app.configure_task("fetch").defer()
+        assert replaced.connector.jobs[job_id]["task_name"] == "fetch"
+    assert app.job_manager.connector is real
