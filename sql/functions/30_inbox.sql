@@ -28,7 +28,32 @@ begin
   );
 end;
 $$;
-comment on function dispatch_notes_in_other_hands(text, dispatch_inbox[]) is 'Partitions of which another tick holds an older note than the last of these: it may be creating them.';
+comment on function dispatch_notes_in_other_hands(text, dispatch_inbox[]) is 'Partitions of which another tick holds an older note than the last of these.';
+
+create or replace function dispatch_not_ours_to_create(p_policy text, p_partitions uuid[])
+returns uuid[]
+language plpgsql
+set search_path from current
+as $$
+begin
+  return array(
+    with fresh as materialized (
+      select given.id, hashtext(p_policy) & -256 | get_byte(uuid_send(given.id), 0) as bucket
+      from unnest(p_partitions) as given (id)
+      where not exists (select from dispatch_partitions as p where p.id = given.id)
+    ), buckets as materialized (
+      select bucket, pg_try_advisory_xact_lock('dispatch_partitions'::regclass::oid::integer, bucket) as is_ours
+      from fresh
+      group by bucket
+    )
+    select fresh.id
+    from fresh
+    join buckets using (bucket)
+    where not buckets.is_ours
+  );
+end;
+$$;
+comment on function dispatch_not_ours_to_create(text, uuid[]) is 'Of partitions that do not exist yet, those that another tick may be creating. The others are locked against that: by an advisory lock for each of 256 buckets of ids, so that a tick takes few locks however many partitions are new.';
 
 create or replace function dispatch_fold(p_policy text, p_now timestamptz, p_limit integer default 10000)
 returns integer
@@ -63,6 +88,7 @@ begin
 
   v_left := dispatch_notes_in_other_hands(p_policy, v_notes);
   v_partitions := array(select distinct partition_id from unnest(v_notes));
+  v_left := v_left || dispatch_not_ours_to_create(p_policy, v_partitions);
   v_held := array(
     select p.id
     from dispatch_partitions as p
@@ -123,16 +149,12 @@ begin
     ) as open
     where p.id = changes.partition_id
   ), created as (
-    -- A partition that another tick has just created is the rare case in which this waits for it.
-    insert into dispatch_partitions as p (id, policy_name, partition_key, shard, context, newest_id, pending_count, due_at, first_seen_at)
+    insert into dispatch_partitions (id, policy_name, partition_key, shard, context, newest_id, pending_count, due_at, first_seen_at)
     select partition_id, p_policy, partition_key, shard, context, newest_id, jobs, due_at, p_now
     from changes
     where partition_key is not null
       and not exists (select from dispatch_partitions as known where known.id = changes.partition_id)
     order by partition_id
-    on conflict on constraint dispatch_partitions_pkey do update
-    set pending_count = p.pending_count + excluded.pending_count,
-      due_at = least(p.due_at, excluded.due_at)
   )
   select
     count(*),
