@@ -213,27 +213,60 @@ begin
     left join procrastinate_workers as worker on worker.id = job.worker_id
     left join dispatch_inflight_jobs as slot on slot.job_id = job.id
     where job.status = 'doing'
-      and (slot.job_id is null or coalesce(worker.last_heartbeat, slot.orphaned_at, p_now) < p_since);
+      and (
+        coalesce(worker.last_heartbeat, slot.orphaned_at) < p_since
+        or (worker.id is null and slot.job_id is null)
+      );
 end;
 $$;
-comment on function dispatch_stalled(timestamptz, timestamptz) is 'Running jobs of policies whose worker gave no sign since p_since, or that lost their slot for it before. A worker that procrastinate has forgotten gave its last sign when a sweep first missed it.';
+comment on function dispatch_stalled(timestamptz, timestamptz) is 'Running jobs of policies whose worker gave no sign since p_since. A worker that procrastinate has forgotten gave its last sign when a sweep first missed it, or long ago where the job has lost its slot.';
 
-create or replace function dispatch_note_orphans(p_now timestamptz)
+create or replace function dispatch_lock_stalled(p_now timestamptz, p_since timestamptz, p_limit integer)
+returns table (job_id bigint, what text)
+language plpgsql
+set search_path from current
+as $$
+begin
+  return query
+    select job.id, policy.stalled
+    from dispatch_stalled(p_now, p_since) as stalled
+    join dispatch_policies as policy on policy.policy_name = stalled.policy_name
+    join procrastinate_jobs as job on job.id = stalled.job_id
+    where job.status = 'doing'
+      and case policy.stalled
+        when 'leave' then exists (select from dispatch_inflight_jobs as slot where slot.job_id = job.id)
+        -- Past the policy a retry takes its queueing lock at once, so it has to be free.
+        else policy.retry_strategy = 'restage' or job.queueing_lock is null or not dispatch_queueing_lock_queued(job.queueing_lock)
+      end
+    order by job.id
+    limit p_limit
+    for update of job skip locked;
+end;
+$$;
+comment on function dispatch_lock_stalled(timestamptz, timestamptz, integer) is 'Locks the stalled jobs with which the sweep has something to do, and says what: retry, or leave (free the slot).';
+
+create or replace function dispatch_note_orphans(p_now timestamptz, p_limit integer)
 returns void
 language plpgsql
 set search_path from current
 as $$
 begin
-  update dispatch_inflight_jobs as slot
+  update dispatch_inflight_jobs
   set orphaned_at = p_now
-  from procrastinate_jobs as job
-  where job.id = slot.job_id
-    and job.status = 'doing'
-    and job.worker_id is null
-    and slot.orphaned_at is null;
+  where job_id in (
+    select slot.job_id
+    from dispatch_inflight_jobs as slot
+    join procrastinate_jobs as job on job.id = slot.job_id
+    where job.status = 'doing'
+      and job.worker_id is null
+      and slot.orphaned_at is null
+    order by slot.job_id
+    limit p_limit
+    for update of slot skip locked
+  );
 end;
 $$;
-comment on function dispatch_note_orphans(timestamptz) is 'procrastinate forgets a lost worker, and with it the heartbeat: notes when that was first seen.';
+comment on function dispatch_note_orphans(timestamptz, integer) is 'procrastinate forgets a lost worker, and with it the heartbeat: notes when that was first seen.';
 
 create or replace function dispatch_retries_without_job(p_limit integer)
 returns setof bigint
@@ -274,20 +307,21 @@ create or replace function dispatch_retry_stalled(p_job_id bigint)
 returns boolean
 language plpgsql
 set search_path from current
+set lock_timeout = '100ms'
 as $$
 begin
-  perform 1 from procrastinate_jobs where id = p_job_id and status = 'doing' for update skip locked;
-  if found then
-    perform procrastinate_retry_job_v2(p_job_id, null, null, null, null);
-  end if;
-  return found;
+  perform procrastinate_retry_job_v2(p_job_id, null, null, null, null);
+  return true;
 exception
-  when unique_violation then
-    -- With retry_strategy bypass, a newer job may hold its queueing lock; the next sweep tries again.
+  when others then
+    if dispatch_is_nobodys_fault(sqlstate) then
+      raise;
+    end if;
+    raise warning 'pydispatch: job %, whose worker is lost, is not retried: % (SQLSTATE %)', p_job_id, sqlerrm, sqlstate;
     return false;
 end;
 $$;
-comment on function dispatch_retry_stalled(bigint) is 'Retries a running job whose worker is lost. False when somebody holds its row, or a newer job its queueing lock.';
+comment on function dispatch_retry_stalled(bigint) is 'Retries a running job whose worker is lost. False, with a warning, when procrastinate''s table refuses (somebody is just taking its queueing lock): the next sweep tries again.';
 
 create or replace function dispatch_free_slot(p_job_id bigint, p_succeeded boolean)
 returns boolean
@@ -374,12 +408,15 @@ begin
     new.priority := -2147483648;
     new.lock := null;
     new.queueing_lock := null;
-  elsif old.status = 'failed' then
-    -- procrastinate runs it again by itself: it counts as in flight from here on.
-    insert into dispatch_inflight_jobs (job_id, staged_id, partition_id, admitted_at, policy_name, partition_key)
-    values (new.id, v_admission.staged_id, v_admission.partition_id, dispatch_now(), v_admission.policy_name, v_admission.partition_key);
-    insert into dispatch_inbox (policy_name, partition_id, kind, jobs)
-    values (v_admission.policy_name, v_admission.partition_id, 'finished', 1);
+  else
+    -- procrastinate runs it again by itself: it counts as in flight, also when it had failed or lost its slot.
+    update dispatch_inflight_jobs set orphaned_at = null where job_id = new.id;
+    if not found then
+      insert into dispatch_inflight_jobs (job_id, staged_id, partition_id, admitted_at, policy_name, partition_key)
+      values (new.id, v_admission.staged_id, v_admission.partition_id, dispatch_now(), v_admission.policy_name, v_admission.partition_key);
+      insert into dispatch_inbox (policy_name, partition_id, kind, jobs)
+      values (v_admission.policy_name, v_admission.partition_id, 'finished', 1);
+    end if;
   end if;
   return new;
 exception

@@ -25,19 +25,10 @@ as $$
 declare
   v_since constant timestamptz := p_now - make_interval(secs => dispatch_setting('inflight_stale_after')::double precision);
 begin
-  perform dispatch_note_orphans(p_now);
+  perform dispatch_note_orphans(p_now, p_limit);
   return (
-    with stalled as materialized (
-      select stalled.job_id, policy.stalled as what
-      from dispatch_stalled(p_now, v_since) as stalled
-      join dispatch_policies as policy on policy.policy_name = stalled.policy_name
-      where policy.stalled = 'retry'
-        or exists (select from dispatch_inflight_jobs as slot where slot.job_id = stalled.job_id)
-      order by stalled.job_id
-      limit p_limit
-    )
     select count(*) filter (where case what when 'retry' then dispatch_retry_stalled(job_id) else dispatch_free_slot(job_id, null) end)
-    from stalled
+    from dispatch_lock_stalled(p_now, v_since, p_limit)
   );
 end;
 $$;
@@ -57,18 +48,27 @@ begin
   select min(policy_name) into v_policy from dispatch_inbox;
   while v_policy is not null loop
     if not exists (select from dispatch_policies where policy_name = v_policy) then
-      with notes as (
-        delete from dispatch_inbox
-        where policy_name = v_policy
-          and id in (select id from dispatch_inbox where policy_name = v_policy order by id limit p_limit for update skip locked)
-        returning partition_id
-      )
-      select array_agg(s.id)
-      into v_orphans
-      from dispatch_staged_jobs as s
-      where s.partition_id in (select partition_id from notes);
+      v_orphans := array(
+        select s.id
+        from dispatch_staged_jobs as s
+        where s.partition_id in (select partition_id from dispatch_inbox where policy_name = v_policy)
+        order by s.id
+        limit p_limit
+        for update skip locked
+      );
       perform dispatch_bury(v_orphans, array_fill(format('policy %L does not exist', v_policy), array[cardinality(v_orphans)]), p_now);
-      v_count := v_count + coalesce(cardinality(v_orphans), 0);
+      v_count := v_count + cardinality(v_orphans);
+      delete from dispatch_inbox
+      where policy_name = v_policy
+        and id in (
+          select note.id
+          from dispatch_inbox as note
+          where note.policy_name = v_policy
+            and not exists (select from dispatch_staged_jobs as s where s.partition_id = note.partition_id)
+          order by note.id
+          limit p_limit
+          for update skip locked
+        );
     end if;
     select min(policy_name) into v_policy from dispatch_inbox where policy_name > v_policy;
   end loop;
@@ -100,12 +100,24 @@ begin
   return not exists (
     select
     from unnest(dispatch_resolve(p_policy, array[dispatch_new_claim(p_policy, p_partition, 1)], p_now)) as c
-    cross join jsonb_each(c.gate_state) as gate (name, state)
-    where gate.state ? 'tokens'
-      and (gate.state ->> 'tokens')::numeric
-        + greatest(extract(epoch from p_now) - (gate.state ->> 'at')::numeric, 0)
-        * greatest((c.params ->> (gate.name || '.rate'))::numeric, 0) / greatest((c.params ->> (gate.name || '.per'))::numeric, 1e-6)
-        < dispatch_capacity((c.params ->> (gate.name || '.rate'))::numeric, (c.params ->> (gate.name || '.burst'))::numeric)
+    cross join jsonb_array_elements(p_policy.gates) as gate
+    cross join lateral (
+      select
+        c.gate_state -> (gate ->> 'name') as state,
+        (c.params ->> (gate ->> 'name' || '.rate'))::numeric as rate,
+        (c.params ->> (gate ->> 'name' || '.per'))::numeric as per,
+        (c.params ->> (gate ->> 'name' || '.burst'))::numeric as burst
+    ) as bucket
+    where gate ->> 'type' = 'throttle'
+      and bucket.state is not null
+      -- Null: nobody knows now, a limit function raises perhaps.
+      and (
+        bucket.rate is null
+        or bucket.per is null
+        or (bucket.state ->> 'tokens')::numeric
+          + greatest(extract(epoch from p_now) - (bucket.state ->> 'at')::numeric, 0) * greatest(bucket.rate, 0) / greatest(bucket.per, 1e-6)
+          < dispatch_capacity(bucket.rate, bucket.burst)
+      )
   );
 end;
 $$;
@@ -141,6 +153,7 @@ begin
         p.in_flight_count <> (select count(*) from dispatch_inflight_jobs as slot where slot.partition_id = p.id)
         or (p.due_at is null and p.in_flight_count = 0
           and greatest(p.last_checked_at, p.last_admitted_at, p.first_seen_at) < v_inactive_since)
+        or not exists (select from dispatch_policies as policy where policy.policy_name = p.policy_name)
       )
     order by p.id
   );
@@ -167,6 +180,7 @@ begin
       and p.in_flight_count <> truth.slots;
     if found then
       reconciled := reconciled + 1;
+      perform dispatch_wake(policy_name) from dispatch_partitions where id = v_id;
     end if;
 
     delete from dispatch_partitions as p
@@ -181,6 +195,17 @@ begin
     if found then
       forgotten := forgotten + 1;
     end if;
+
+    -- A tick that began before its policy was dropped may commit after it. The note leads to the jobs that wait.
+    with gone as (
+      delete from dispatch_partitions as p
+      where p.id = v_id
+        and not exists (select from dispatch_policies as policy where policy.policy_name = p.policy_name)
+      returning p.policy_name
+    )
+    insert into dispatch_inbox (policy_name, partition_id, kind)
+    select policy_name, v_id, 'removed'
+    from gone;
   end loop;
 end;
 $$;
