@@ -155,7 +155,9 @@ def _remember(context: typer.Context, version: bool, **values: Any) -> None:
 
 
 _remember.__doc__ = "Per-partition admission control for procrastinate, inside Postgres."
-app.callback()(
+app.callback(
+    epilog="Exit status: 0 it went well; 1 it failed, and standard error says why; 2 bad usage."
+)(
     _taking_shared(
         _remember,
         inspect.Parameter(

@@ -14,6 +14,7 @@ declare
   v_namespace constant regnamespace := to_regnamespace(quote_ident(v_schema));
   v_search_path constant text := current_setting('search_path');
   v_client_min_messages constant text := current_setting('client_min_messages');
+  v_lock_timeout constant text := current_setting('lock_timeout');
   -- What a subtransaction ($1) made or replaced in the schema ($2), but for what is known ($3).
   -- Only names of ours: a trigger on procrastinate's table touches that table's row as well.
   v_created_by constant text := $sql$
@@ -119,6 +120,8 @@ begin
   perform pg_advisory_xact_lock(hashtextextended('dispatch_migrations', 0));
   perform set_config('search_path', format('%I, pg_temp', v_schema), true);
   perform set_config('client_min_messages', 'warning', true);
+  -- Everybody would have to queue behind a lock that this waits for: rather fail and be run again.
+  perform set_config('lock_timeout', '10s', true) where v_lock_timeout = '0';
 
   if to_regclass('procrastinate_jobs') is null and v_procrastinate is not null then
     execute v_procrastinate;
@@ -260,6 +263,7 @@ begin
     end;
   end loop;
 
+  perform set_config('lock_timeout', v_lock_timeout, true);
   perform set_config('client_min_messages', v_client_min_messages, true);
   perform set_config('search_path', v_search_path, true);
   perform set_config('dispatch.applied', to_jsonb(v_applied)::text, true);

@@ -168,13 +168,14 @@ class TestMigrate:
         assert ours(db) == before
 
     def test_leaves_the_session_as_it_was(self, db, write):
+        changed = ("search_path", "client_min_messages", "lock_timeout")
         db.execute("set search_path to public, pg_catalog")
         db.execute("set client_min_messages to log")
         with db.transaction():
             migrate(db, root=write())
-            inside = value(db, "show search_path"), value(db, "show client_min_messages")
-        after = value(db, "show search_path"), value(db, "show client_min_messages")
-        assert inside == after == ("public, pg_catalog", "log")
+            inside = [value(db, f"show {name}") for name in changed]
+        after = [value(db, f"show {name}") for name in changed]
+        assert inside == after == ["public, pg_catalog", "log", "0"]
 
     def test_works_for_an_owner_without_further_rights(self, empty, db, role, write):
         db.execute(sql.SQL("create schema mine authorization {}").format(role))
@@ -241,6 +242,16 @@ class TestRefusal:
         ) as caught:
             migrate(db, root=root)
         assert caught.value.sqlstate == "42703"
+        assert ours(db) == before
+
+    def test_gives_up_rather_than_let_others_queue_behind_it(self, empty, db, write):
+        before = ours(db)
+        db.execute("set lock_timeout to '50ms'")
+        with psycopg.connect(empty) as worker:
+            worker.execute("lock table procrastinate_jobs in row exclusive mode")
+            with pytest.raises(errors.MigrationRefused, match=r"0002_trigger\.sql") as caught:
+                migrate(db, root=write())
+        assert caught.value.sqlstate == "55P03"
         assert ours(db) == before
 
     def test_error_of_the_connection_is_no_refusal(self):
