@@ -1,6 +1,6 @@
 -- Ends that come by hand: finishing for other workers, cancelling, and where a job is at any time.
 begin;
-select plan(78);
+select plan(81);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 
@@ -204,7 +204,10 @@ select ok(dispatch_cancel_job(t2, false, true), 'a queued job too') from trace;
 select ok(dispatch_cancel_job(t3, false, true), 'a staged job too') from trace;
 select is((select count(*) from procrastinate_jobs where task_name in ('t1', 't2', 't3')), 0::bigint, 'none is left in procrastinate');
 select is((select count(*) from dispatch_staged_jobs where policy_name = 'trace'), 0::bigint, 'or staged');
-select throws_ok(format('select dispatch_job(%s)', t3), 'PD006', null, 'of a job that was never admitted nothing is known any more') from trace;
+select throws_ok(format('select dispatch_job(%s)', id), 'PD006', null, 'nothing is known of a ' || what || ' any more')
+from trace
+cross join lateral (values (t1, 'retry that waited'), (t2, 'queued job'), (t3, 'staged job')) as gone (id, what);
+select is(dispatch_job_status(t2), null, 'least of all that it succeeded') from trace;
 select is(pg_temp.counters('trace'), '{0,0}', 'the counters are clear');
 
 -- Where a job is.

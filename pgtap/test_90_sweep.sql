@@ -470,7 +470,7 @@ begin
   perform procrastinate_finish_job_v1((pg_temp.job('y3')).id, 'succeeded', false);
   perform procrastinate_retry_job_v2((pg_temp.job('y4')).id, null, null, null, null);
   perform dispatch_pause('history');
-  perform procrastinate_cancel_job_v1((pg_temp.job('y5')).id, false, true);
+  perform procrastinate_cancel_job_v1((pg_temp.job('y5')).id, false, false);
   perform pg_temp.stage('history', 'y7');
   perform dispatch_cancel(id) from dispatch_staged_jobs where task_name = 'y7';
   perform dispatch_set('admission_retention', 604800);

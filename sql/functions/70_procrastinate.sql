@@ -436,6 +436,10 @@ as $$
 begin
   if tg_op = 'DELETE' then
     perform dispatch_free_slot(old.id, case when old.status = 'doing' then true end);
+    -- Deleted before it ran: of such a job nothing is known any more, here as in procrastinate.
+    if old.status = 'todo' then
+      delete from dispatch_admissions where job_id = old.id;
+    end if;
     return old;
   end if;
   perform dispatch_free_slot(new.id, case when old.status = 'doing' then case new.status when 'succeeded' then true when 'failed' then false end end);
