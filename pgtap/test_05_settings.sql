@@ -1,18 +1,17 @@
 -- Settings: defaults, ranges, and a table that holds only what differs.
 begin;
-select plan(37);
+select plan(33);
 
 select is(dispatch_setting(name), value, format('%s is %s unless it is set', name, value))
 from (values
-  ('tick_max_duration', 25::numeric),
-  ('inflight_stale_after', 300),
+  ('inflight_stale_after', 300::numeric),
   ('partition_inactive_after', 86400),
   ('metrics_retention', 86400),
   ('admission_retention', 604800),
   ('queueing_lock_backoff', 1)
 ) as defaults (name, value);
 
-select is(count(*), 6::bigint, 'there are no other settings than these six') from dispatch_setting_spec();
+select is(count(*), 6::bigint, 'there are no other settings than these five') from dispatch_setting_spec();
 
 select lives_ok(
   format('select dispatch_set(%L, %s), dispatch_set(%L, %s)', name, minimum, name, maximum),

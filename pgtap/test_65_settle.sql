@@ -289,9 +289,9 @@ select results_eq(
     ('neither', 'rate_zero', pg_temp.clock(200), null, pg_temp.clock(260)),
     ('no_max', 'max_zero', pg_temp.clock(200), null, pg_temp.clock(201)),
     ('no_rate', 'rate_zero', pg_temp.clock(200), null, pg_temp.clock(260)),
-    ('open', null, pg_temp.clock(200), pg_temp.clock(200), null),
+    ('open', 'throttle_empty', pg_temp.clock(200), pg_temp.clock(200), null),
     ('zero', 'rate_zero', pg_temp.clock(200), null, pg_temp.clock(260)) $$,
-  'a denied partition keeps its reason and backs off');
+  'a partition tells what keeps it from admitting more, and backs off');
 select is((select partitions_seen from dispatch_tick('denied')), 0, 'and is not written again while it does');
 do $$
 begin
@@ -299,7 +299,7 @@ begin
 end;
 $$;
 select is((select array[partitions_seen, jobs_admitted] from dispatch_tick('denied')), '{1,1}', 'a new context is looked at in the next tick');
-select is((pg_temp.partition('denied', 'zero')).blocked_reason, null, 'admitting clears the reason');
+select is((pg_temp.partition('denied', 'zero')).blocked_reason, 'concurrency_full', 'and the reason is what holds it now');
 
 -- A tick that fails as a whole leaves everything as it was.
 do $$

@@ -49,25 +49,21 @@ end;
 $$;
 comment on function dispatch_partition_key(text[], jsonb) is 'The partition key of a context: the value at one path as text (empty when missing or null), or the values at several as the text of a JSON array.';
 
+-- The table's oid tells the installations of one database apart, whatever the caller's search_path is.
 create or replace function dispatch_channel()
 returns text
-language plpgsql
+language sql
 stable
-set search_path from current
-as $$
-begin
-  return ('dispatch:' || current_schema())::name::text;
-end;
-$$;
+parallel safe
+return 'dispatch:' || 'dispatch_policies'::regclass::oid;
 comment on function dispatch_channel() is 'The channel to LISTEN on: each statement that stages, finishes or resumes notifies it once, with the policy''s name as payload.';
 
 create or replace function dispatch_wake(p_policy text)
 returns void
 language plpgsql
-set search_path from current
 as $$
 begin
-  perform pg_notify(dispatch_channel(), left(p_policy, 128));
+  perform pg_notify(dispatch_channel(), p_policy);
 end;
 $$;
 comment on function dispatch_wake(text) is 'Wakes the drivers when the transaction commits; equal notifications of one transaction are one.';

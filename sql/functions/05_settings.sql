@@ -7,7 +7,6 @@ immutable
 parallel safe
 begin atomic
   values
-    ('tick_max_duration', 25.0, 0.1, 3600.0, 'Seconds after which a tick or a sweep begins no further policy or bite.'),
     ('inflight_stale_after', 300.0, 1.0, 31536000.0, 'Seconds without a heartbeat after which a worker counts as lost and its running jobs give their slots back.'),
     ('partition_inactive_after', 86400.0, 1.0, 315360000.0, 'Seconds after which an idle partition is forgotten, unless a window of its gates is longer.'),
     ('metrics_retention', 86400.0, 60.0, 315360000.0, 'Seconds for which tick samples are kept.'),

@@ -86,17 +86,17 @@ end;
 $$;
 comment on function dispatch_refuse_jobs(jsonb) is 'Raises PD003 for the first invalid job, naming its position.';
 
-create or replace function dispatch_shard(p_policy dispatch_policies, p_context jsonb)
+create or replace function dispatch_shard(p_paths text[], p_context jsonb)
 returns text
 language plpgsql
 immutable
 parallel safe
 as $$
 begin
-  return coalesce(nullif(dispatch_partition_key(p_policy.shard_by, p_context), ''), 'default');
+  return coalesce(nullif(dispatch_partition_key(p_paths, p_context), ''), 'default');
 end;
 $$;
-comment on function dispatch_shard(dispatch_policies, jsonb) is 'The shard of a context: made like a partition key; ''default'' when it would be empty.';
+comment on function dispatch_shard(text[], jsonb) is 'The shard of a context: made like a partition key; ''default'' when it would be empty.';
 
 create or replace function dispatch_named_part(p_args jsonb, p_paths text[])
 returns jsonb
@@ -177,7 +177,7 @@ begin
     insert into dispatch_inbox (policy_name, partition_id, kind, jobs, due_at, newest_id, partition_key, shard, context)
     select
       p_policy, partitions.partition_id, 'staged', partitions.jobs, partitions.due_at, newest.id, newest.partition_key,
-      dispatch_shard(v_policy, newest.kept),
+      dispatch_shard(v_policy.shard_by, newest.kept),
       newest.kept
     from partitions
     join jobs as newest on newest.id = partitions.newest_id
@@ -246,13 +246,55 @@ language plpgsql
 set search_path from current
 as $$
 declare
+  v_now constant timestamptz := dispatch_now();
   v_id bigint;
+  v_policy record;
+  v_context jsonb := p_context;
+  v_partition_key text;
+  v_partition_id uuid;
 begin
-  select id into v_id
-  from dispatch_stage_many(p_policy, jsonb_build_array(jsonb_build_object(
-    'task_name', p_task_name, 'args', p_args, 'context', p_context, 'queue_name', p_queue_name, 'priority', p_priority,
-    'lock', p_lock, 'queueing_lock', p_queueing_lock, 'scheduled_at', p_scheduled_at
-  ))) as id;
+  select queue_name, partition_by, shard_by, context_paths
+  into v_policy
+  from dispatch_policies
+  where policy_name = p_policy
+    and max_pending is null;
+
+  -- The short way, for what is plainly right; all else, and every error, is dispatch_stage_many()'s.
+  if not found
+    or p_queueing_lock is not null
+    or not (
+      length(p_task_name) between 1 and 128
+      and jsonb_typeof(p_args) = 'object'
+      and coalesce(jsonb_typeof(p_context), 'object') = 'object'
+      and coalesce(length(p_queue_name), 1) between 1 and 128
+      and p_priority > -2147483648
+      and coalesce(isfinite(p_scheduled_at), true)
+    ) is true
+  then
+    return (
+      select id
+      from dispatch_stage_many(p_policy, jsonb_build_array(jsonb_build_object(
+        'task_name', p_task_name, 'args', p_args, 'context', p_context, 'queue_name', p_queue_name, 'priority', p_priority,
+        'lock', p_lock, 'queueing_lock', p_queueing_lock, 'scheduled_at', p_scheduled_at
+      ))) as id
+    );
+  end if;
+
+  if v_context is null then
+    v_context := dispatch_named_part(p_args, v_policy.context_paths);
+  end if;
+  v_partition_key := dispatch_partition_key(v_policy.partition_by, v_context);
+  v_partition_id := dispatch_partition_id(p_policy, v_partition_key);
+
+  insert into dispatch_staged_jobs (id, partition_id, eligible_at, staged_at, scheduled_at, priority, policy_name, partition_key,
+    task_name, queue_name, lock, args, context)
+  values (dispatch_next_job_id(), v_partition_id, coalesce(p_scheduled_at, '-infinity'), v_now, p_scheduled_at, p_priority, p_policy,
+    v_partition_key, p_task_name, coalesce(p_queue_name, v_policy.queue_name), p_lock, p_args, v_context)
+  returning id into v_id;
+  insert into dispatch_inbox (policy_name, partition_id, kind, jobs, due_at, newest_id, partition_key, shard, context)
+  values (p_policy, v_partition_id, 'staged', 1, greatest(p_scheduled_at, v_now), v_id, v_partition_key,
+    dispatch_shard(v_policy.shard_by, v_context), v_context);
+  perform dispatch_wake(p_policy);
   return v_id;
 end;
 $$;

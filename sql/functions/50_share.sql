@@ -66,6 +66,7 @@ comment on function dispatch_share(integer[], double precision[], integer) is 'M
 create or replace function dispatch_share_budget(p_policy dispatch_policies, p_claims dispatch_claim[], p_now timestamptz)
 returns dispatch_claim[]
 language plpgsql
+stable
 set search_path from current
 as $$
 declare

@@ -82,6 +82,7 @@ comment on function dispatch_write_failed(dispatch_outcome[], timestamptz) is 'O
 create or replace function dispatch_claims_after(p_policy dispatch_policies, p_claims dispatch_claim[], p_jobs integer[], p_now timestamptz)
 returns dispatch_claim[]
 language plpgsql
+stable
 set search_path from current
 as $$
 declare
@@ -109,7 +110,7 @@ end;
 $$;
 comment on function dispatch_claims_after(dispatch_policies, dispatch_claim[], integer[], timestamptz) is 'The claims once p_jobs (by ordinal) were handed off.';
 
-create or replace function dispatch_write_partitions(p_policy dispatch_policies, p_claims dispatch_claim[], p_reasons text[], p_jobs integer[], p_next timestamptz[], p_now timestamptz)
+create or replace function dispatch_write_partitions(p_policy dispatch_policies, p_claims dispatch_claim[], p_jobs integer[], p_next timestamptz[], p_now timestamptz)
 returns void
 language plpgsql
 set search_path from current
@@ -126,7 +127,7 @@ begin
     due_at = case when claim.next_at is not null then greatest(claim.next_at, p_now, claim.retry_at) end,
     blocked_until = claim.retry_at,
     blocked_after_finish = claim.retry_after_finish,
-    blocked_reason = claim.why,
+    blocked_reason = claim.reason,
     last_checked_at = p_now,
     last_admitted_at = case when claim.jobs > 0 then p_now else p.last_admitted_at end,
     pending_count = p.pending_count - claim.jobs,
@@ -139,12 +140,12 @@ begin
     end,
     decayed_at = case when claim.jobs > 0 then p_now else p.decayed_at end,
     gate_state = claim.gate_state
-  from unnest(p_claims, p_reasons, p_jobs, p_next) as claim (ordinal, partition_id, partition_key, context, params, gate_state,
-    in_flight, allowed, retry_at, retry_after_finish, reason, why, jobs, next_at)
+  from unnest(p_claims, p_jobs, p_next) as claim (ordinal, partition_id, partition_key, context, params, gate_state,
+    in_flight, allowed, retry_at, retry_after_finish, reason, jobs, next_at)
   where p.id = claim.partition_id;
 end;
 $$;
-comment on function dispatch_write_partitions(dispatch_policies, dispatch_claim[], text[], integer[], timestamptz[], timestamptz) is 'Writes the claimed partitions, each once: counters, gate state, and when to look again.';
+comment on function dispatch_write_partitions(dispatch_policies, dispatch_claim[], integer[], timestamptz[], timestamptz) is 'Writes the claimed partitions, each once: counters, gate state, and when to look again.';
 
 create or replace function dispatch_next_eligible(p_claims dispatch_claim[])
 returns timestamptz[]
@@ -203,7 +204,7 @@ begin
       order by c.ordinal
     );
     perform dispatch_write_partitions(p_policy, dispatch_claims_after(p_policy, p_handoff.claims, v_jobs, v_now),
-      v_reasons, v_jobs, v_next, v_now);
+      v_jobs, v_next, v_now);
   end if;
 
   select

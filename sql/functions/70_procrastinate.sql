@@ -376,7 +376,7 @@ begin
     p_job.queueing_lock, p_job.args, v_admission.context);
   insert into dispatch_inbox (policy_name, partition_id, kind, jobs, due_at, newest_id, partition_key, shard, context)
   values (p_policy.policy_name, p_partition_id, 'staged', 1, greatest(p_job.scheduled_at, v_now), 0, v_admission.partition_key,
-    dispatch_shard(p_policy, v_admission.context), v_admission.context);
+    dispatch_shard(p_policy.shard_by, v_admission.context), v_admission.context);
   perform dispatch_wake(p_policy.policy_name);
 end;
 $$;

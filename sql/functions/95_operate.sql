@@ -155,7 +155,7 @@ begin
   end if;
   insert into dispatch_inbox (policy_name, partition_id, kind, jobs, due_at, newest_id, partition_key, shard, context)
   select v_dead.policy_name, v_dead.partition_id, 'staged', 1, greatest(v_dead.scheduled_at, v_now), 0, v_dead.partition_key,
-    dispatch_shard(policy, v_dead.context), v_dead.context
+    dispatch_shard(policy.shard_by, v_dead.context), v_dead.context
   from dispatch_policy(v_dead.policy_name) as policy;
   perform dispatch_wake(v_dead.policy_name);
 end;

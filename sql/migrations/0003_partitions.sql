@@ -43,7 +43,7 @@ comment on column dispatch_partitions.in_flight_count is 'Slots taken: rows in d
 comment on column dispatch_partitions.policy_name is 'The policy.';
 comment on column dispatch_partitions.partition_key is 'The key: any text.';
 comment on column dispatch_partitions.shard is 'The shard, pinned when the partition is first seen.';
-comment on column dispatch_partitions.blocked_reason is 'Why the last tick that looked admitted nothing; null when it admitted.';
+comment on column dispatch_partitions.blocked_reason is 'What keeps the partition from admitting more, as the last tick saw it; null when its gates are open.';
 comment on column dispatch_partitions.context is 'The newest staged context; it counts for all waiting jobs.';
 comment on column dispatch_partitions.gate_state is 'State of each gate, keyed by the gate''s name; a throttle''s is {tokens, at: seconds since 1970}.';
 
