@@ -11,7 +11,7 @@ from (values
   ('queueing_lock_backoff', 1)
 ) as defaults (name, value);
 
-select is(count(*), 6::bigint, 'there are no other settings than these five') from dispatch_setting_spec();
+select is(count(*), 5::bigint, 'there are no other settings than these five') from dispatch_setting_spec();
 
 select lives_ok(
   format('select dispatch_set(%L, %s), dispatch_set(%L, %s)', name, minimum, name, maximum),
