@@ -229,11 +229,14 @@ class Driver:
                         raise
                     pause = _growing(0.1, self._losses, LONGEST_RECONNECT)
                     self._losses += 1
+                    cause = error.__cause__ or error
+                    lost = isinstance(cause, (psycopg.OperationalError, psycopg.InterfaceError))
                     logger.warning(
-                        "Connection lost, next try in %.1f s: %s",
+                        "%s, next try in %.1f s: %s",
+                        "Connection lost" if lost else "Looking for work failed",
                         pause,
-                        error.__cause__ or error,
-                        extra={"action": "connection_lost", "pause": pause},
+                        cause,
+                        extra={"action": "connection_lost" if lost else "look_failed"},
                     )
                     await self._wait(pause)
         logger.info("Driver stopped", extra={"action": "driver_stopped"})
@@ -267,13 +270,9 @@ class Driver:
             row = await cursor.fetchone()
             assert row is not None
             await cursor.execute(sql.SQL("listen {}").format(sql.Identifier(row["channel"])))
-        if self._started:
-            return
-        if self._dispatch is not None and self._sync:
+        if self._dispatch is not None and self._sync and not self._started:
             for name in self._dispatch.policy_names():
                 await self._sync_policy(connection, self._dispatch, name)
-        logger.info("Driver started", extra={"action": "driver_started"})
-        self._started = True
 
     async def _sync_policy(
         self, connection: AsyncConnection, dispatch: Dispatch, name: str
@@ -313,6 +312,9 @@ class Driver:
             await cursor.execute(LOOK, arguments)
             waits = {row["policy_name"]: row["wait"] for row in await cursor.fetchall()}
         self._losses = 0
+        if not self._started:
+            self._started = True
+            logger.info("Driver started", extra={"action": "driver_started"})
         for name in self._missing - waits.keys():
             logger.warning(
                 "There is no policy %s", name, extra={"action": "policy_missing", "policy": name}

@@ -336,6 +336,20 @@ async def test_what_is_wrong_at_the_start_is_raised(dsn, application):
         await Driver(
             application.dispatch, conninfo=f"{dsn} options='-c search_path=elsewhere'"
         ).run()
+    with psycopg.connect(dsn, autocommit=True) as conn:
+        conn.execute("alter table dispatch_policies rename to moved")
+    with pytest.raises(psycopg.errors.UndefinedTable):
+        await Driver(application.dispatch, sync=False).run()
+
+
+async def test_a_look_that_fails_later_is_tried_again(application, start, queued, conn, caplog):
+    running = await start(application.dispatch, idle_pause=0.05)
+    await running.idle()
+    conn.execute("alter table dispatch_policies rename to moved")
+    await async_wait_for(lambda: "Looking for work failed" in caplog.text)
+    conn.execute("alter table moved rename to dispatch_policies")
+    application.defer(1)
+    await until(queued, 1)
 
 
 def test_a_driver_needs_to_know_where_to_connect():
