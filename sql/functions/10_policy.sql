@@ -368,6 +368,12 @@ begin
        excluded.lookups, excluded.context_paths, excluded.half_life, excluded.partition_batch_size, excluded.admission_batch_size,
        excluded.tick_admission_budget, excluded.max_pending, excluded.retry_strategy, excluded.stalled, excluded.updated_at);
 
+  if not v_policy.shard_by <@ v_policy.partition_by then
+    raise warning 'policy %: shard_by names %, which partition_by does not', p_name,
+      (select string_agg(path, ', ') from unnest(v_policy.shard_by) as path where path <> all (v_policy.partition_by))
+      using hint = 'Limits hold per partition, so a partition stays whole, in the shard of its first job. If the limits are meant per shard, add the path to partition_by.';
+  end if;
+
   -- New limits count from the next tick on, so whoever waits for an old one is looked at again: now, or when the tick is
   -- over that just looks at it, or creates it, under the old definition.
   insert into dispatch_inbox (policy_name, partition_id, kind)

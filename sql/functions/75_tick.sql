@@ -81,6 +81,8 @@ declare
   v_schema text;
   v_seen bigint;
   v_due boolean;
+  v_notes bigint;
+  v_notes_before bigint;
 begin
   get diagnostics v_context = pg_context;
   select n.nspname into v_schema
@@ -92,7 +94,14 @@ begin
     execute format('select coalesce(sum(partitions_seen), 0) from %I.dispatch_tick()', v_schema) into v_seen;
     commit;
     execute format('select coalesce(%1$I.dispatch_next_due() <= %1$I.dispatch_now(), false)', v_schema) into v_due;
-    exit when clock_timestamp() >= v_until or not v_due or v_seen = 0;
+    exit when clock_timestamp() >= v_until or not v_due;
+    -- A tick that saw no partition may have folded notes, with more to come; else others hold what is due.
+    v_notes := null;
+    if v_seen = 0 then
+      execute format('select count(*) from %I.dispatch_inbox', v_schema) into v_notes;
+      exit when v_notes = 0 or v_notes >= v_notes_before;
+    end if;
+    v_notes_before := v_notes;
   end loop;
 end;
 $$;
