@@ -3,6 +3,7 @@ begin;
 select plan(168);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
+set local client_min_messages = error; -- shards that are finer than partitions
 
 create function pg_temp.clock(p_seconds numeric) returns void language sql as $$
   select set_config('dispatch.fake_now', ('2026-01-01 00:00+00'::timestamptz + make_interval(secs => p_seconds::float8))::text, true)

@@ -1,8 +1,9 @@
 -- Staging: keys, contexts, ids, locks, schedules; a bad job costs its batch and nothing else.
 begin;
-select plan(119);
+select plan(134);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
+set local client_min_messages = error; -- shards that are finer than partitions
 set local track_functions = 'pl';
 
 do $$ begin
@@ -173,6 +174,36 @@ select is(
   row('app.fetch', 'slow', 4, 'l', 'ql2', '2030-01-31 10:00+00'::timestamptz, '{"n": 1}'::jsonb, '{"k": "a"}'::jsonb)::text,
   'dispatch_stage stages one job from its arguments');
 
+-- One job, staged alone and as a batch of one: what is written, but for ids.
+create function pg_temp.written(p_sql text) returns text language plpgsql as $$
+declare
+  v_id bigint;
+begin
+  execute p_sql into v_id;
+  return (
+    select (to_jsonb(s) - 'id' || jsonb_build_object('note', to_jsonb(i) - 'id' - 'newest_id', 'newest', i.newest_id = s.id))::text
+    from dispatch_staged_jobs as s
+    join dispatch_inbox as i on i.newest_id = s.id
+    where s.id = v_id);
+end $$;
+create function pg_temp.alone(p_policy text, p_job jsonb) returns text language sql
+return pg_temp.written(format('select dispatch_stage(%L, %s)', p_policy, (
+  select string_agg(format('p_%s => %L', key, p_job ->> key), ', ') from jsonb_object_keys(p_job) as key)));
+create function pg_temp.in_batch(p_policy text, p_job jsonb) returns text language sql
+return pg_temp.written(format('select dispatch_stage_many(%L, %L)', p_policy, jsonb_build_array(p_job)));
+
+select is(pg_temp.alone(policy, job::jsonb), pg_temp.in_batch(policy, job::jsonb), 'one job is staged as a batch of one: ' || sentence)
+from (values
+  ('by_k', '{"task_name": "t"}', 'with defaults'),
+  ('by_k', '{"task_name": "t", "args": {"k": 1, "v": [2]}, "context": {"k": "🐘", "region": "eu"}, "queue_name": "q", "priority": 7, "lock": "l"}', 'with everything'),
+  ('by_k', '{"task_name": "t", "context": null, "args": {"k": 3, "v": 4}, "queue_name": null, "lock": null}', 'with nulls'),
+  ('by_k', '{"task_name": "t", "priority": null, "args": null}', 'with null where there is a default'),
+  ('by_plan', '{"task_name": "t", "args": {"account": {"id": 7, "name": "x", "plan": {"max": 5}}, "weight": 2}}', 'without a context'),
+  ('by_two', '{"task_name": "t", "context": {"a": 1, "x": 2}}', 'in a shard of several values'),
+  ('by_nothing', '{"task_name": "t", "scheduled_at": "2030-01-31T12:00:00+02:00"}', 'for later'),
+  ('by_nothing', '{"task_name": "t", "scheduled_at": "2020-01-31T12:00:00+02:00"}', 'for a time that is past')
+) as jobs (policy, job, sentence);
+
 -- Ids -----------------------------------------------------------------------------------------------
 
 create temporary table ids on commit drop as
@@ -232,7 +263,17 @@ select is(
   'The job is {"task_name": 7}.', 'the detail shows the job');
 select throws_ok(format('select dispatch_stage_many(''by_k'', %L)', jobs), 'PD003', 'invalid jobs: an array of objects is needed', sentence)
 from (values ('{"task_name": "t"}', 'one job is no array of jobs'), ('"text"', 'a text is no array of jobs'), (null, 'null is no array of jobs')) as jobs (jobs, sentence);
-select throws_ok($$select dispatch_stage('by_k', null)$$, 'PD003', 'invalid job at position 0: task_name must be a string of 1 to 128 characters', 'dispatch_stage refuses like dispatch_stage_many');
+select throws_ok(format('select dispatch_stage(''by_k'', %s)', arguments), 'PD003', 'invalid job at position 0: ' || problem, 'dispatch_stage refuses like dispatch_stage_many: ' || sentence)
+from (values
+  ('null', 'task_name must be a string of 1 to 128 characters', 'no task'),
+  ($$''$$, 'task_name must be a string of 1 to 128 characters', 'a task without a name'),
+  ($$repeat('x', 129)$$, 'task_name must be a string of 1 to 128 characters', 'a task with too long a name'),
+  ($$'t', '[7]'$$, 'args must be an object', 'args that are no object'),
+  ($$'t', p_context => '7'$$, 'context must be an object', 'a context that is none'),
+  ($$'t', p_queue_name => ''$$, 'queue_name must be a string of 1 to 128 characters', 'a queue without a name'),
+  ($$'t', p_priority => -2147483648$$, 'priority must be a whole number between -2147483647 and 2147483647', 'the priority of parked jobs'),
+  ($$'t', p_scheduled_at => 'infinity'$$, 'scheduled_at must be an ISO 8601 time with its offset from UTC, like "2030-01-31T12:00:00+00:00"', 'a schedule that never comes')
+) as bad (arguments, problem, sentence);
 select throws_ok($$select dispatch_stage('no_such', 't')$$, 'PD001', 'unknown policy ''no_such''', 'an unknown policy takes no job');
 select throws_ok($$select dispatch_stage_many('no_such', '[]')$$, 'PD001', 'unknown policy ''no_such''', 'nor an empty batch');
 select throws_ok($$select dispatch_stage(null, 't')$$, 'PD001', 'unknown policy NULL', 'nor does no policy');

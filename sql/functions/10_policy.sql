@@ -349,11 +349,10 @@ set search_path from current
 as $$
 declare
   v_now constant timestamptz := dispatch_now();
-  v_policy dispatch_policies := dispatch_parse_policy(p_name, p_definition, v_now);
+  v_policy constant dispatch_policies := dispatch_parse_policy(p_name, p_definition, v_now);
   v_known dispatch_policies;
 begin
   select * into v_known from dispatch_policies where policy_name = p_name;
-  v_policy.created_at := coalesce(v_known.created_at, v_now);
   if found and (v_known.definition, v_known.literals, v_known.lookups, v_known.gates)
     = (v_policy.definition, v_policy.literals, v_policy.lookups, v_policy.gates) then
     return;
