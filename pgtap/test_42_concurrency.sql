@@ -1,6 +1,6 @@
 -- Concurrency: at most `max` admitted and not finished, whatever happens in between.
 begin;
-select plan(44);
+select plan(46);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 
@@ -56,8 +56,10 @@ create function pg_temp.stage(p_policy text, p_jobs integer, p_keys integer defa
 $$;
 
 do $$ begin perform pg_temp.cap('c', 2), pg_temp.stage('c', 20); end $$;
-select is(array[pg_temp.tick('c', 0), pg_temp.tick('c', 0), pg_temp.tick('c', 5)], '{2,0,0}', 'a cap of 2 admits two, however often and long it is asked');
-select is(pg_temp.due('c'), 6::float8, 'and looks again after a second');
+select is(pg_temp.tick('c', 0), 2, 'a cap of 2 admits two');
+select is(pg_temp.due('c'), 1::float8, 'and is then looked at again after a second');
+select is(array[pg_temp.tick('c', 0), pg_temp.tick('c', 0.9), pg_temp.tick('c', 5)], '{0,0,0}', 'however often and long it is asked, it admits no third');
+select is(pg_temp.due('c'), 6::float8, 'and rests for a second each time');
 do $$ begin perform pg_temp.finish('c'); end $$;
 select is(pg_temp.tick('c', 5), 1, 'a finish admits the next at once');
 do $$ begin perform pg_temp.finish('c', 2); end $$;

@@ -1,6 +1,6 @@
 -- Adaptive concurrency: steps computed by hand, a fold that equals single steps, and what counts as an observation.
 begin;
-select plan(60);
+select plan(62);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 
@@ -84,7 +84,7 @@ $$;
 create function pg_temp.stats(p_key text) returns text language sql stable as $$
   select concat_ws(' ', current_max, ewma_lag_ms, sample_count) from dispatch_adaptive_stats where partition_id = dispatch_partition_id('a', p_key);
 $$;
--- What the gate says of partition x with this cap and so many in flight.
+-- What the gate says of partition x with this cap and so many in flight, where max is 12.
 create function pg_temp.ask(p_cap integer, p_in_flight integer) returns text language plpgsql as $$
 begin
   delete from dispatch_adaptive_stats;
@@ -93,7 +93,8 @@ begin
   end if;
   return (
     select concat_ws(' ', allowed, reason, extract(epoch from retry_at - pg_temp.at(0))::float8, case when retry_at is not null and retry_after_finish is null then 'or a finish' end)
-    from unnest(dispatch_gate_adaptive_concurrency(array[row(1, dispatch_partition_id('a', 'x'), 'x', '{}', (select literals from dispatch_policies where policy_name = 'a'),
+    from unnest(dispatch_gate_adaptive_concurrency(array[row(1, dispatch_partition_id('a', 'x'), 'x', '{}',
+      (select literals || '{"adaptive_concurrency.max": 12}' from dispatch_policies where policy_name = 'a'),
       '{}', p_in_flight, 1000, null, null, null)::dispatch_claim], 'adaptive_concurrency', pg_temp.at(0))));
 end $$;
 
@@ -107,7 +108,8 @@ from (values
   (1, 1, '1', 'a cap below min counts as min'),
   (2, 0, '3', 'with nothing in flight at least initial_max passes, so that no partition stays at the floor for ever'),
   (2, 1, '1', 'with something in flight the cap holds'),
-  (10, 0, '10', 'a cap above initial_max is not lowered by idling')
+  (10, 0, '10', 'a cap above initial_max is not lowered by idling'),
+  (20, 0, '12', 'a cap above a lowered max counts as max')
 ) as asked (cap, in_flight, expected, sentence);
 
 -- Folding -------------------------------------------------------------------------------------------
@@ -186,6 +188,15 @@ select is(pg_temp.run(0.5, 'succeeded'), '9 250 1, 5 in flight', 'a success teac
 select is(pg_temp.run(0.5, 'failed'), '4 375 2, 4 in flight', 'a failure halves the cap');
 select is(pg_temp.run(0.625, 'aborted'), '4 375 2, 3 in flight', 'an aborted job is neither');
 select is(pg_temp.run(0.625, 'deleted'), '5 500 3, 2 in flight', 'a running job that is deleted has succeeded: so a worker ends it where jobs are deleted on success');
+do $$ begin
+  perform dispatch_stage('jobs', 't');
+  perform dispatch_tick('jobs');
+  perform dispatch_finish(max(job_id), true) from dispatch_inflight_jobs where policy_name = 'jobs';
+end $$;
+select is(
+  (select (select dispatch_fold('jobs', pg_temp.at(100))) || ' note, ' || current_max || ' ' || ewma_lag_ms || ' ' || sample_count
+    from dispatch_adaptive_stats join dispatch_partitions as p on p.id = partition_id where p.policy_name = 'jobs'),
+  '1 note, 5 500 3', 'a job of another worker, whose start nobody saw, frees its slot and teaches nothing');
 select is(pg_temp.run(3.5, 'succeeded'), '4 2000 4, 1 in flight', 'jobs that wait too long for a worker cut the cap');
 
 select * from finish();
