@@ -499,11 +499,15 @@ def test_the_operations_page_has_every_setting(conn: psycopg.Connection) -> None
 
 
 def test_the_queries_of_the_operations_page_run(conn: psycopg.Connection) -> None:
-    define(conn, {})
-    conn.execute("select dispatch_stage('p', 't')")
+    gate = {"type": "throttle", "rate": 1, "per": 3600}
+    define(conn, {"gates": [gate]}, "endpoints")
+    conn.execute("select dispatch_stage('endpoints', 't')")
+    conn.execute("select dispatch_tick()")
+    conn.execute("select dispatch_stage('endpoints', 't')")
+    conn.execute("update dispatch_partitions set due_at = 'epoch'")
     conn.execute("select dispatch_tick()")
     queries = blocks(section(page("docs/operations.md"), "## What to watch"), "sql")
-    assert len(queries) == 2
+    assert len(queries) == 4
     for query in queries:
         assert conn.execute(query.encode()).fetchall(), query
 
@@ -633,7 +637,10 @@ def test_roles_have_the_rights_that_they_need(
 
     roles("reader")
     for query in blocks(section(page("docs/operations.md"), "## What to watch"), "sql"):
-        assert conn.execute(query.encode()).fetchall()
+        conn.execute(query.encode())
+    for view in ("dispatch_inflight", "dispatch_stalled_jobs", "dispatch_dead_jobs"):
+        conn.execute(sql.SQL("select * from {}").format(sql.Identifier(view)))
+    conn.execute("select dispatch_job(%s)", staged[0])
 
 
 def test_roles_have_no_rights_that_they_do_not_need(

@@ -242,10 +242,9 @@ class Scene:
                 - count(r.id) as waiting,
               count(r.id) - count(r.finished_at) as running,
               count(r.finished_at) as done,
-              max(case
-                when p.blocked_until < dispatch_now() then null
-                when p.blocked_after_finish is not null then 'waits for its rate'
-                when p.blocked_until is not null then 'waits for a slot'
+              max(case p.blocked_reason
+                when 'throttle_empty' then 'waits for its rate'
+                when 'concurrency_full' then 'waits for a slot'
               end) as why
             from demo_tenants as t
             left join demo_runs as r on r.tenant = t.tenant
