@@ -16,7 +16,8 @@ declare
   v_client_min_messages constant text := current_setting('client_min_messages');
   v_lock_timeout constant text := current_setting('lock_timeout');
   -- What a subtransaction ($1) made or replaced in the schema ($2), but for what is known ($3).
-  -- Only names of ours: a trigger on procrastinate's table touches that table's row as well.
+  -- A trigger touches its table's row as well: hence only names of ours, and no table, type or
+  -- index unless a migration ran ($4), for what a repeatable file made may be dropped any time.
   v_created_by constant text := $sql$
     with made (object) as (
       select case prokind when 'p' then 'procedure ' else 'function ' end || oid::regprocedure
@@ -55,7 +56,9 @@ declare
       from pg_type
       where xmin = $1 and typnamespace = $2 and typname like 'dispatch\_%' and typtype in ('d', 'e')
     )
-    select coalesce(array_agg(object), '{}') from made where object <> all ($3)
+    select coalesce(array_agg(object), '{}')
+    from made
+    where object <> all ($3) and ($4 or object ~ '^(function|procedure|view|trigger) ')
   $sql$;
   -- Owner and grants of objects ($1) of the schema ($2), as statements for their successors.
   v_rights_of constant text := $sql$
@@ -242,7 +245,7 @@ begin
         on conflict (name) do update
           set checksum = excluded.checksum, applied_at = excluded.applied_at
         returning m.xmin into v_xid;
-        execute v_created_by into v_new using v_xid, v_namespace, v_seen;
+        execute v_created_by into v_new using v_xid, v_namespace, v_seen, v_pass = 'migrate';
         update dispatch_migrations m set creates = v_new where m.name = v_file[2];
         v_seen := v_seen || v_new;
         v_applied := array_remove(v_applied, v_file[2]) || v_file[2];

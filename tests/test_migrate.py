@@ -339,6 +339,27 @@ class TestRepeatables:
             db, "select proacl::text from pg_proc where proname = 'dispatch_count'"
         )
 
+    def test_all_real_ones_can_be_replaced_in_place(self, conn, tmp_path):
+        root = shutil.copytree(sql_root(), tmp_path / "sql")
+        first = min((root / "functions").glob("*.sql"))
+        first.write_text(first.read_text() + "-- changed\n")
+        query = """
+            select oid::regprocedure::text, oid from pg_proc where proname like 'dispatch%'
+            union all
+            select oid::regclass::text, oid from pg_class where relname like 'dispatch%'
+        """
+        before = dict(conn.execute(query).fetchall())
+        assert f"functions/{first.name}" in migrate(conn, root=root)
+        after = dict(conn.execute(query).fetchall())
+        assert {name for name in before | after if before.get(name) != after.get(name)} == set()
+
+    def test_no_table_is_theirs(self, conn):
+        made = conn.execute(
+            "select distinct split_part(o, ' ', 1) from dispatch_migrations, unnest(creates) o"
+            " where kind = 'repeatable'"
+        ).fetchall()
+        assert {kind for (kind,) in made} == {"function", "procedure", "view", "trigger"}
+
     def test_that_no_file_makes_any_more_are_dropped(self, db, write):
         migrate(db, root=write())
         migrate(
@@ -434,6 +455,21 @@ class TestRepeatables:
         migrate(db, root=write({name: text}))
         assert value(db, query) == expected
         assert db.execute(rights).fetchall() == before
+
+    def test_rows_survive_when_all_is_made_anew(self, db, write):
+        trigger = """
+            create or replace function dispatch_look() returns trigger
+            language plpgsql as 'begin return null; end';
+            create or replace trigger dispatch_look after insert on dispatch_things
+            for each statement execute function dispatch_look();
+        """
+        migrate(db, root=write({"functions/30_look.sql": trigger}))
+        db.execute("insert into dispatch_things default values")
+        views = {"views/10_first.sql": "create view dispatch_first as select 1 as id;"}
+        for changes in (views, {"functions/30_look.sql": trigger, **views}, views):
+            migrate(db, root=write(changes))
+            migrate(db, root=write({**changes, "functions/99_last.sql": "select 1;"}))
+            assert value(db, "select count(*) from dispatch_things") == 1
 
     def test_users_view_on_a_view_that_is_replaced_survives(self, db, write):
         migrate(db, root=write())
