@@ -1,6 +1,6 @@
 -- What is going on, for people and dashboards. No view reads dispatch_staged_jobs, so none grows with the backlog.
 
-create view dispatch_partition_status as
+create or replace view dispatch_partition_status as
 select
   p.policy_name,
   p.partition_key,
@@ -41,7 +41,7 @@ comment on column dispatch_partition_status.context is 'The context that counts.
 comment on column dispatch_partition_status.gate_state is 'State of each gate, by the gate''s name.';
 comment on column dispatch_partition_status.id is 'The partition''s id.';
 
-create view dispatch_policy_status as
+create or replace view dispatch_policy_status as
 select
   policy.policy_name,
   coalesce(sums.partitions, 0) as partitions,
@@ -99,7 +99,7 @@ comment on column dispatch_policy_status.paused_partitions is 'Partitions paused
 comment on column dispatch_policy_status.last_tick_at is 'When a tick last looked at a partition, within the last minute.';
 comment on column dispatch_policy_status.updated_at is 'When the definition last changed.';
 
-create view dispatch_inflight as
+create or replace view dispatch_inflight as
 select
   slot.job_id,
   slot.staged_id,
@@ -125,7 +125,7 @@ comment on column dispatch_inflight.task_name is 'procrastinate''s task name.';
 comment on column dispatch_inflight.queue_name is 'procrastinate''s queue.';
 comment on column dispatch_inflight.attempts is 'Tries so far.';
 
-create view dispatch_stalled_jobs as
+create or replace view dispatch_stalled_jobs as
 select
   stalled.job_id,
   stalled.policy_name,
@@ -143,7 +143,7 @@ comment on column dispatch_stalled_jobs.last_sign_at is 'Its last heartbeat, or 
 comment on column dispatch_stalled_jobs.holds_slot is 'False once a sweep has taken its slot.';
 comment on column dispatch_stalled_jobs.partition_key is 'The partition, while it holds a slot.';
 
-create view dispatch_throughput as
+create or replace view dispatch_throughput as
 select
   policy_name,
   date_trunc('minute', at) as minute,
@@ -165,7 +165,7 @@ comment on column dispatch_throughput.partitions_denied is 'Partitions denied.';
 comment on column dispatch_throughput.handoff_failures is 'Jobs set aside as dead.';
 comment on column dispatch_throughput.longest_tick_ms is 'The longest tick, milliseconds.';
 
-create view dispatch_denials as
+create or replace view dispatch_denials as
 select
   sample.policy_name,
   date_trunc('minute', sample.at) as minute,
