@@ -374,11 +374,11 @@ begin
   end if;
 
   -- New limits count from the next tick on, so whoever waits for an old one is looked at again: now, or when the tick is
-  -- over that just looks at it, or creates it, under the old definition.
+  -- over that just looks at it, or creates it, under the old definition. So does a partition that is empty and closed.
   insert into dispatch_inbox (policy_name, partition_id, kind)
   select p_name, id, 'resumed'
   from (
-    select id from dispatch_partitions where policy_name = p_name and due_at is not null
+    select id from dispatch_partitions where policy_name = p_name and (due_at is not null or blocked_until > v_now)
     union
     select partition_id from dispatch_inbox where policy_name = p_name
   ) as waiting (id);

@@ -199,3 +199,12 @@ def test_the_rate_that_a_context_brings_counts_from_the_next_tick_on(db: Databas
         assert db.tick("p")["partitions_seen"] == 0, "it backs off"
         db.stage("p", [{"task_name": "t", "args": {"rate": 3}}])
         assert db.tick("p")["jobs_admitted"] == 3
+
+
+def test_a_raised_rate_counts_for_a_partition_that_was_empty_meanwhile(db: Database) -> None:
+    with db.rehearsal():
+        backlog(db, 1, throttle("throttle", 1, 3600))
+        assert db.tick("p")["jobs_admitted"] == 1
+        db.advance(Fraction(1))
+        backlog(db, 1, throttle("throttle", 1, 1))
+        assert db.tick("p")["jobs_admitted"] == 1

@@ -44,7 +44,7 @@ begin
       v_claim := (dispatch_gate_throttle(
         pg_temp.claim(p_params[v_i], v_state, p_wants[v_i]), 'g', at))[1];
       admitted := v_claim.allowed;
-      v_state := dispatch_spend(v_claim.gate_state, admitted);
+      v_state := dispatch_spend(v_claim.gate_state, array['g'], admitted);
       tokens := v_state #>> '{g,tokens}';
       -- As after a hand-off: the gate says when to look again.
       v_claim := (dispatch_gate_throttle(pg_temp.claim(p_params[v_i], v_state, 1), 'g', at))[1];

@@ -1,0 +1,593 @@
+"""Whole histories: whatever people, ticks, workers and the clock do, in whatever order.
+
+After each step the tables are compared with the model's, and what must always hold is checked.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from datetime import datetime, timedelta
+from typing import Any
+
+import psycopg
+import pytest
+from hypothesis import note
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from tests.properties.model import ALWAYS, Gate, Job, Model, Partition, Policy
+from tests.properties.support import START, Database, tries
+
+KEYS = st.sampled_from("aab")
+LOCKS = st.none() | st.none() | st.sampled_from(["l1", "l2"])
+PRIORITIES = st.sampled_from([0, 0, 0, 5, -1])
+DELAYS = st.none() | st.none() | st.sampled_from([-5.0, 0.0, 0.5, 3.0, 90.0])
+LIMITS = st.sampled_from([0, 1, 2, 3])
+CONTEXTS = st.fixed_dictionaries({}, optional={"max": LIMITS, "rate": LIMITS | st.just(0.5)})
+NOTHING: dict[str, Any] = {}
+
+
+@st.composite
+def policies(draw: st.DrawFn) -> Policy:
+    gates: list[Gate] = []
+    params: dict[str, float | str]
+    for name in draw(st.sets(st.sampled_from(["t1", "t2", "cap", "adaptive"]))):
+        if name == "cap":
+            params = {"max": draw(CAPS), "full_backoff": draw(BACKOFFS)}
+            gates.append(Gate("concurrency", name, params))
+        elif name == "adaptive":
+            initial, top = draw(st.integers(1, 4)), draw(st.integers(4, 6))
+            params = {"initial_max": initial, "max": top, "target_lag_ms": draw(TARGETS)}
+            gates.append(Gate("adaptive_concurrency", name, params))
+        else:
+            params = {"rate": draw(RATES), "per": draw(st.sampled_from([1, 3, 60]))}
+            params |= draw(st.sampled_from([{}, {}, {"burst": 1}, {"burst": 5}]))
+            gates.append(Gate("throttle", name, params))
+    return Policy(
+        gates=sorted(gates, key=lambda gate: gate.name),
+        retry_strategy=draw(st.sampled_from(["restage", "restage", "bypass"])),
+        partition_batch_size=draw(st.sampled_from([50, 50, 2, 1])),
+        admission_batch_size=draw(st.sampled_from([100, 100, 2, 1])),
+        tick_admission_budget=draw(st.sampled_from([None, None, None, 1, 4])),
+    )
+
+
+CAPS: st.SearchStrategy[float | str] = st.sampled_from([1, 2, 3, "max"])
+RATES: st.SearchStrategy[float | str] = st.sampled_from([0.5, 1, 2.5, 3, 10, "rate"])
+BACKOFFS = st.sampled_from([0.5, 1, 10])
+TARGETS = st.sampled_from([100, 1000, 60_000])
+JOBS = st.fixed_dictionaries(
+    {"key": KEYS, "priority": PRIORITIES, "queueing_lock": LOCKS, "lock": LOCKS, "delay": DELAYS},
+    optional={"context": CONTEXTS},
+)
+
+SNAPSHOT = """
+select jsonb_build_object(
+  'staged', (select coalesce(jsonb_object_agg(id, jsonb_build_object('key', partition_key,
+      'priority', priority, 'eligible_at', nullif(eligible_at, '-infinity'), 'job_id', job_id,
+      'attempts', attempts)), '{}') from dispatch_staged_jobs),
+  'dead', (select coalesce(jsonb_object_agg(id, error), '{}') from dispatch_dead_jobs),
+  'jobs', (select coalesce(jsonb_object_agg(id, jsonb_build_object('status', status, 'priority',
+      priority, 'attempts', attempts, 'parked', scheduled_at = dispatch_parked_until())), '{}')
+    from procrastinate_jobs),
+  'slots', (select coalesce(jsonb_object_agg(staged_id, jsonb_build_object('job_id', job_id,
+      'admitted_at', admitted_at)), '{}') from dispatch_inflight_jobs),
+  'admissions', (select coalesce(jsonb_object_agg(staged_id, job_id), '{}')
+    from dispatch_admissions),
+  'partitions', (select coalesce(jsonb_object_agg(partition_key, jsonb_build_object(
+      'pending', pending_count, 'in_flight', in_flight_count, 'due_at', due_at, 'context', context,
+      'admitted', total_admitted)), '{}') from dispatch_partitions),
+  'notes', (select coalesce(jsonb_object_agg(partition_id, sums), '{}') from (
+      select partition_id, jsonb_build_object(
+        'pending', coalesce(sum(jobs) filter (where kind <> 'finished'), 0),
+        'finished', coalesce(-sum(jobs) filter (where kind = 'finished'), 0)) as sums
+      from dispatch_inbox group by partition_id) as notes),
+  'ids', (select jsonb_object_agg(key, dispatch_partition_id('p', key))
+    from unnest(array['a', 'b']) as key),
+  'handoffs', (select count(*) from dispatch_handoffs))
+"""
+
+
+def time(value: str | None) -> datetime:
+    return ALWAYS if value is None else datetime.fromisoformat(value)
+
+
+class Histories(RuleBasedStateMachine):
+    """One policy in an empty database, and its model."""
+
+    def __init__(self, db: Database) -> None:
+        super().__init__()
+        self.db = db
+        self.undo = db.rehearsal()
+        self.undo.__enter__()
+        self.model = Model(Policy([]), START)
+        self.worker = db.one("select worker_id from procrastinate_register_worker_v1()")
+
+    def teardown(self) -> None:
+        try:
+            self.everything_comes_to_an_end()
+        finally:
+            self.undo.__exit__(None, None, None)
+
+    # Looking.
+
+    def snapshot(self) -> dict[str, Any]:
+        found = self.db.one(SNAPSHOT)
+        assert isinstance(found, dict)
+        return found
+
+    def pick(self, jobs: list[Job], data: st.DataObject) -> Job:
+        return data.draw(st.sampled_from(sorted(jobs, key=lambda job: job.id)))
+
+    def refused(self, query: str, *values: Any) -> str | None:
+        """Run a statement in a savepoint; return the SQLSTATE if it failed."""
+        try:
+            with self.db.conn.transaction():
+                self.db.all(query, *values)
+        except psycopg.Error as error:
+            return error.sqlstate
+        return None
+
+    # People.
+
+    @initialize(policy=policies())
+    def define(self, policy: Policy) -> None:
+        self.model.policy = policy
+        self.db.define("p", **policy.definition())
+
+    @rule(policy=policies())
+    def redefine(self, policy: Policy) -> None:
+        self.define(policy)
+
+    @rule(jobs=st.lists(JOBS, min_size=1, max_size=8))
+    def stage(self, jobs: list[dict[str, Any]]) -> None:
+        model = self.model
+        staged: list[dict[str, Any]] = []
+        for job in jobs:
+            at = None if job["delay"] is None else model.now + timedelta(seconds=job["delay"])
+            context = {"key": job["key"], **job.get("context", NOTHING)}
+            staged.append(
+                {
+                    "task_name": "t",
+                    "args": {"n": len(staged)},
+                    "context": context,
+                    "priority": job["priority"],
+                    "lock": job["lock"],
+                    "queueing_lock": job["queueing_lock"],
+                    "scheduled_at": None if at is None else at.isoformat(),
+                }
+            )
+        locks = Counter(job["queueing_lock"] for job in jobs if job["queueing_lock"])
+        held = any(count > 1 or model.lock_is_held(lock) for lock, count in locks.items())
+        if held:
+            query = "select dispatch_stage_many('p', %s)"
+            assert self.refused(query, json.dumps(staged)) == "PD004"
+            return
+        ids = self.db.stage("p", staged)
+        assert ids == sorted(ids)
+        for id_, job in zip(ids, staged, strict=True):
+            assert id_ not in model.jobs
+            at = job["scheduled_at"]
+            model.add(
+                Job(
+                    id_,
+                    job["context"]["key"],
+                    job["priority"],
+                    None if at is None else datetime.fromisoformat(at),
+                    job["queueing_lock"],
+                    job["context"],
+                )
+            )
+
+    @rule(seconds=st.sampled_from([0, 1e-6, 0.1, 0.333333, 1, 2, 7.5, 60]))
+    def advance(self, seconds: float) -> None:
+        self.move_clock(self.model.now + timedelta(seconds=seconds))
+
+    @rule(seconds=st.sampled_from([0.5, 3, 100]))
+    def step_back(self, seconds: float) -> None:
+        self.move_clock(max(self.model.now - timedelta(seconds=seconds), START))
+
+    def move_clock(self, now: datetime) -> None:
+        self.model.now = now
+        self.model.latest = max(now, self.model.latest)
+        self.db.set_clock(now)
+
+    @precondition(lambda self: self.model.by_state("staged"))
+    @rule(data=st.data())
+    def cancel_staged(self, data: st.DataObject) -> None:
+        job = self.pick(self.model.by_state("staged"), data)
+        assert self.db.one("select dispatch_cancel(%s)", job.id) is True
+        job.state = "cancelled"
+        assert self.db.one("select dispatch_cancel(%s)", job.id) is False
+
+    @rule(key=st.none() | KEYS, paused=st.booleans())
+    def pause_or_resume(self, key: str | None, paused: bool) -> None:
+        self.db.one(f"select dispatch_{'pause' if paused else 'resume'}('p', %s)", key)
+        if key is None:
+            self.model.paused = paused
+        else:
+            self.model.partition(key).paused = paused
+
+    @rule()
+    def resume_everything(self) -> None:
+        self.pause_or_resume(None, False)
+        for partition in list(self.model.partitions.values()):
+            if partition.paused:
+                self.pause_or_resume(partition.key, False)
+
+    @rule(key=KEYS, limit=st.integers(1, 3))
+    def force_admit(self, key: str, limit: int) -> None:
+        admitted = self.db.one("select dispatch_force_admit('p', %s, %s)", key, limit)
+        model = self.model
+        model.fold()
+        for gate in model.policy.gates:
+            if model.staged(key) or key in self.snapshot()["partitions"]:
+                model.passing(gate, model.partition(key))  # brings the buckets up to now
+        picked = model.ready(key)[:limit]
+        model.hand_off(picked)
+        assert admitted == sum(job.state == "queued" for job in picked)
+        self.learn_job_ids()
+
+    @precondition(lambda self: self.model.by_state("dead"))
+    @rule(data=st.data(), requeue=st.booleans())
+    def deal_with_the_dead(self, data: st.DataObject, requeue: bool) -> None:
+        job = self.pick(self.model.by_state("dead"), data)
+        if not requeue:
+            self.db.one("select dispatch_discard_dead(%s)", job.id)
+            job.state = "cancelled"
+            return
+        waiting = {j.queueing_lock for j in self.model.by_state("staged") if j.job_id is None}
+        refused = self.refused("select dispatch_requeue_dead(%s)", job.id)
+        if job.queueing_lock is not None and job.queueing_lock in waiting:
+            assert refused == "PD004"
+        else:
+            assert refused is None
+            job.state, job.eligible_at = "staged", job.scheduled_at or ALWAYS
+
+    @rule()
+    def sweep(self) -> None:
+        self.db.all("select * from dispatch_sweep()")
+        known = self.snapshot()["partitions"]
+        for key in [*self.model.partitions]:
+            if key not in known:
+                self.may_be_forgotten(self.model.partition(key))
+
+    def may_be_forgotten(self, partition: Partition) -> None:
+        """Drop a partition that the database does not know (any more): nothing may be lost."""
+        notes = self.snapshot()["notes"]
+        if partition.newest_id == 0 or self.snapshot()["ids"][partition.key] in notes:
+            return  # not folded in yet
+        model = self.model
+        assert not model.staged(partition.key)
+        assert model.in_flight(partition.key) == 0
+        for gate in model.policy.gates:
+            if gate.type == "throttle" and gate.name in partition.buckets:
+                model.passing(gate, partition)
+                _, capacity = model.throttle(gate, partition.context)
+                assert partition.buckets[gate.name].tokens >= capacity
+        model.partitions[partition.key] = Partition(partition.key, paused=partition.paused)
+
+    @rule()
+    def come_back_after_a_day(self) -> None:
+        self.move_clock(self.model.latest + timedelta(hours=25))
+
+    # Ticks.
+
+    @rule()
+    def tick(self) -> None:
+        before = self.snapshot()
+        result = self.db.tick("p")
+        self.check_tick(before, result, {})
+
+    @rule(data=st.data())
+    def admit_and_settle(self, data: st.DataObject) -> None:
+        before = self.snapshot()
+        rows = self.db.all("select * from dispatch_admit('p')")
+        if rows[0]["id"] is None:
+            (row,) = rows
+            names = ("partitions_seen", "jobs_admitted", "handoff_failures")
+            result = self.db.all(
+                f"select {', '.join(f'(%s::dispatch_tick_result).{name}' for name in names)}",
+                *[row["tick"]] * 3,
+            )[0]
+            self.check_tick(before, result, {})
+            return
+        outcomes: dict[int, str] = {}
+        handed: list[int | None] = []
+        for row in rows:
+            outcome = data.draw(st.sampled_from(["handed", "handed", "handed", "held", "error"]))
+            if outcome == "handed" and self.model.lock_is_queued(row["queueing_lock"]):
+                outcome = "held"
+            outcomes[row["id"]] = outcome
+            handed.append(self.defer(row) if outcome == "handed" else None)
+        (result,) = self.db.all(
+            "select * from dispatch_settle(%s, %s, %s, %s)",
+            rows[0]["handoff_id"],
+            [row["id"] for row in rows],
+            handed,
+            ["bad" if outcome == "error" else None for outcome in outcomes.values()],
+        )
+        self.check_tick(before, result, outcomes)
+
+    def defer(self, row: dict[str, Any]) -> int:
+        (ids,) = self.db.all(
+            """select procrastinate_defer_jobs_v1(array[
+              row(%s, %s, %s, %s, %s, %s, %s)::procrastinate_job_to_defer_v1]) as ids""",
+            *(row[name] for name in ("queue_name", "task_name", "priority", "lock")),
+            row["queueing_lock"],
+            "{}",
+            row["scheduled_at"],
+        )
+        return int(ids["ids"][0])
+
+    @rule()
+    def admit_and_roll_back(self) -> None:
+        """A driver that dies leaves nothing behind."""
+        with self.db.conn.transaction(force_rollback=True):
+            self.db.all("select * from dispatch_admit('p')")
+        with self.db.conn.transaction(force_rollback=True):
+            self.db.tick("p")
+
+    def check_tick(
+        self, before: dict[str, Any], result: dict[str, Any], outcomes: dict[int, str]
+    ) -> None:
+        """Hold what the database did against what the model's gates let pass."""
+        model, policy = self.model, self.model.policy
+        model.fold()
+        after = self.snapshot()
+        moved = {
+            id_
+            for id_, row in before["staged"].items()
+            if row["eligible_at"] != after["staged"].get(id_, NOTHING).get("eligible_at", "gone")
+        }
+        assert result["jobs_admitted"] == len(before["staged"]) - len(after["staged"]) - len(
+            after["dead"]
+        ) + len(before["dead"])
+
+        picked: dict[str, list[Job]] = {}
+        wanted: dict[str, int] = {}
+        for key in {job.key for job in model.by_state("staged")}:
+            ready = model.ready(key)
+            wanted[key] = min(model.allowed(key), len(ready))
+            picked[key] = [job for job in ready if str(job.id) in moved]
+            assert picked[key] == ready[: len(picked[key])], "not in order"
+            assert len(picked[key]) <= wanted[key], "more than the gates let pass"
+        assert len(moved) == sum(map(len, picked.values())), "moved before its time"
+
+        all_seen = result["partitions_seen"] < policy.partition_batch_size
+        if model.now >= model.latest:
+            self.check_nobody_was_passed_over(picked, wanted, all_seen)
+
+        turns = sorted(
+            (turn, job.id, job) for jobs in picked.values() for turn, job in enumerate(jobs)
+        )
+        dead = [job for _, _, job in turns if outcomes.get(job.id) == "error"]
+        held = [job for _, _, job in turns if outcomes.get(job.id) == "held"]
+        model.hand_off([job for _, _, job in turns if job not in dead], held)
+        for job in dead:
+            job.state = "dead"
+        self.learn_job_ids()
+        new = sorted(
+            (j.job_id, turn) for turn, _, j in turns if j.starts == [] and j.state == "queued"
+        )
+        assert [turn for _, turn in new] == sorted(turn for _, turn in new), "not one each in turn"
+
+    def check_nobody_was_passed_over(
+        self, picked: dict[str, list[Job]], wanted: dict[str, int], all_seen: bool
+    ) -> None:
+        got = {key: len(jobs) for key, jobs in picked.items()}
+        budget = self.model.policy.tick_admission_budget
+        looked_at = [key for key in got if all_seen or got[key]]
+        if budget is None:
+            for key in looked_at:
+                assert got[key] == wanted[key], "less than the gates let pass"
+            return
+        assert sum(got.values()) <= budget
+        if all_seen:
+            assert sum(got.values()) == min(budget, sum(wanted.values())), "budget not used"
+        for key in looked_at:
+            if got[key] < wanted[key]:
+                assert all(got[other] <= got[key] + 1 for other in got), "not shared fairly"
+
+    def learn_job_ids(self) -> None:
+        admissions = self.snapshot()["admissions"]
+        for job in self.model.by_state("queued"):
+            if job.job_id is None:
+                job.job_id = admissions[str(job.id)]
+
+    @rule()
+    def tick_until_nothing_is_due(self) -> None:
+        """Then no job waits behind an open gate, and the partition is due when it opens."""
+        for _ in range(200):
+            self.tick()
+            due = self.db.next_due()
+            if due is None or due > self.model.now:
+                break
+        else:
+            pytest.fail("a busy loop")
+        if self.model.now >= self.model.latest:
+            self.check_quiet()
+
+    def check_quiet(self) -> None:
+        model = self.model
+        partitions = self.snapshot()["partitions"]
+        for key in {job.key for job in model.by_state("staged")}:
+            if model.paused or model.partition(key).paused:
+                continue
+            due_at = time(partitions[key]["due_at"])
+            if not model.ready(key):
+                continue
+            assert model.allowed(key) == 0, "a job waits behind an open gate"
+            token_at, others = model.next_token(key)
+            note(f"{key}: due {due_at}, token {token_at}, others {others}")
+            if not others:
+                assert due_at == token_at, "due when the token comes"
+            elif not model.is_shut(key):
+                assert due_at <= max(token_at or ALWAYS, model.now + timedelta(seconds=10))
+
+    # Workers.
+
+    @rule(jobs=st.integers(1, 4))
+    def fetch(self, jobs: int) -> None:
+        for _ in range(jobs):
+            fetched = self.db.one(
+                "select id from procrastinate_fetch_job_v2(null, %s)", self.worker
+            )
+            if fetched is None:
+                return
+            (job,) = (job for job in self.model.by_state("queued") if job.job_id == fetched)
+            job.state = "running"
+            job.starts.append(self.model.now)
+            self.db.conn.execute(
+                """update procrastinate_events set at = dispatch_now()
+                where id = (select max(id) from procrastinate_events where job_id = %s)""",
+                [fetched],
+            )
+
+    @precondition(lambda self: self.model.by_state("running"))
+    @rule(
+        data=st.data(),
+        how=st.sampled_from(["succeeded", "succeeded", "failed", "aborted", "deleted"]),
+    )
+    def finish(self, data: st.DataObject, how: str) -> None:
+        job = self.pick(self.model.by_state("running"), data)
+        status = "succeeded" if how == "deleted" else how
+        self.db.all(
+            "select procrastinate_finish_job_v1(%s, %s, %s)", job.job_id, status, how == "deleted"
+        )
+        self.model.end(job, how)
+
+    @precondition(lambda self: self.model.by_state("running", "failed"))
+    @rule(data=st.data(), delay=DELAYS, priority=st.none() | PRIORITIES)
+    def retry(self, data: st.DataObject, delay: float | None, priority: int | None) -> None:
+        model = self.model
+        job = self.pick(model.by_state("running", "failed"), data)
+        at = None if delay is None else model.now + timedelta(seconds=delay)
+        refused = self.refused(
+            "select procrastinate_retry_job_v2(%s, %s, %s, null, null)", job.job_id, at, priority
+        )
+        if job.abort_requested and job.state == "failed":
+            assert refused == "23514", "procrastinate does not retry what was to be aborted"
+            return
+        if job.abort_requested:
+            model.free(job, False)
+            job.state = "failed"
+        elif model.policy.retry_strategy == "bypass" and model.lock_is_queued(job.queueing_lock):
+            assert refused == "23505"
+            return
+        else:
+            job.priority = job.priority if priority is None else priority
+            model.retry(job, at)
+        assert refused is None
+
+    @precondition(lambda self: self.model.by_state("queued", "running"))
+    @rule(data=st.data(), abort=st.booleans(), delete=st.booleans())
+    def cancel_in_procrastinate(self, data: st.DataObject, abort: bool, delete: bool) -> None:
+        job = self.pick(self.model.by_state("queued", "running"), data)
+        done = self.db.one(
+            "select procrastinate_cancel_job_v1(%s, %s, %s)", job.job_id, abort, delete
+        )
+        if job.state == "queued":
+            assert done is not None
+            job.abort_requested = abort and not delete
+            self.model.end(job, "deleted" if delete else "cancelled")
+        else:
+            assert (done is not None) == abort
+            job.abort_requested |= abort
+
+    # What always holds.
+
+    @invariant()
+    def every_job_is_in_one_place(self) -> None:
+        model, found = self.model, self.snapshot()
+        assert found["handoffs"] == 0
+        staged = {
+            str(job.id): (job.key, job.priority, job.eligible_at, job.job_id, job.attempts)
+            for job in model.by_state("staged")
+        }
+        assert staged == {
+            id_: (
+                row["key"],
+                row["priority"],
+                time(row["eligible_at"]),
+                row["job_id"],
+                row["attempts"],
+            )
+            for id_, row in found["staged"].items()
+        }
+        assert {str(job.id) for job in model.by_state("dead")} == set(found["dead"])
+
+        words = {"queued": "todo", "running": "doing", "staged": "todo"}
+        rows = {
+            str(job.job_id): (words.get(job.state, job.state), job.state == "staged")
+            for job in model.jobs.values()
+            if job.job_id is not None and job.state != "deleted"
+        }
+        assert rows == {
+            id_: (row["status"], row["status"] == "todo" and row["parked"] is True)
+            for id_, row in found["jobs"].items()
+        }
+        for job in model.by_state("queued", "running", "succeeded", "failed"):
+            row = found["jobs"][str(job.job_id)]
+            assert (row["priority"], row["attempts"]) == (job.priority, job.attempts)
+
+        slots = {
+            str(job.id): (job.job_id, job.slot_since)
+            for job in model.jobs.values()
+            if job.slot_since is not None
+        }
+        assert slots == {
+            id_: (row["job_id"], time(row["admitted_at"])) for id_, row in found["slots"].items()
+        }
+
+    @invariant()
+    def counters_are_sums_of_rows_and_notes(self) -> None:
+        found = self.snapshot()
+        nothing = {"pending": 0, "finished": 0}
+        for key, id_ in found["ids"].items():
+            notes = found["notes"].get(id_, nothing)
+            partition = found["partitions"].get(key, {"pending": 0, "in_flight": 0, "due_at": None})
+            staged = [row for row in found["staged"].values() if row["key"] == key]
+            assert partition["pending"] + notes["pending"] == len(staged)
+            assert partition["in_flight"] == self.model.in_flight(key) + notes["finished"]
+            if staged and id_ not in found["notes"]:
+                assert partition["due_at"] is not None, "jobs wait and nobody will look"
+
+    # The end.
+
+    def everything_comes_to_an_end(self) -> None:
+        """Nothing waits for ever, but where a limit is 0."""
+        model = self.model
+        self.move_clock(model.latest)
+        self.resume_everything()
+        for _ in range(600):
+            waiting = self.db.all("select distinct partition_key from dispatch_staged_jobs")
+            if all(model.is_shut(row["partition_key"]) for row in waiting):
+                return
+            self.db.tick("p")
+            self.db.all(
+                """select procrastinate_finish_job_v1(id, 'succeeded', false)
+                from procrastinate_jobs
+                where status in ('todo', 'doing') and scheduled_at is distinct from
+                  dispatch_parked_until()"""
+            )
+            due = self.db.next_due()
+            assert due is not None, "jobs wait and nobody will look"
+            self.move_clock(max(due, model.now))
+        pytest.fail("jobs wait for ever")
+
+
+def test_any_history_agrees_with_the_model(db: Database) -> None:
+    class Here(Histories):
+        def __init__(self) -> None:
+            super().__init__(db)
+
+    run_state_machine_as_test(Here, settings=tries(40))
