@@ -1,6 +1,6 @@
 -- Staging: keys, contexts, ids, locks, schedules; a bad job costs its batch and nothing else.
 begin;
-select plan(134);
+select plan(138);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 set local client_min_messages = error; -- shards that are finer than partitions
@@ -395,6 +395,15 @@ select results_eq(
   'select count(*) from dispatch_staged_jobs union all select count(*) from dispatch_inbox', 'select staged from before union all select notes from before',
   'staging rolls back with the caller');
 select lives_ok($$select dispatch_stage('by_k', 't', p_queueing_lock => 'caller')$$, 'and its queueing lock is free again');
+
+set local timezone = 'Europe/Amsterdam';
+set local datestyle = 'SQL, DMY';
+select lives_ok($$select dispatch_stage('by_k', 't', p_queueing_lock => 'an old time', p_scheduled_at => '1930-06-01 12:00:00+00')$$, 'a schedule may be old');
+select is(
+  (select scheduled_at from dispatch_staged_jobs where queueing_lock = 'an old time'),
+  '1930-06-01 12:00:00+00', 'a schedule is the same instant in any time zone and date style');
+select is(dispatch_shard('{a,b}', '{"a": null}'), 'default', 'a shard of several paths is the default one when all its values are missing');
+select is(dispatch_shard('{a,b}', '{"a": 1}'), '[1, null]', 'and like a key when one of them is there');
 
 select * from finish();
 rollback;

@@ -93,10 +93,15 @@ immutable
 parallel safe
 as $$
 begin
-  return coalesce(nullif(dispatch_partition_key(p_paths, p_context), ''), 'default');
+  if p_paths = '{}' or not exists (
+    select from unnest(p_paths) as path where p_context #>> string_to_array(path, '.') <> ''
+  ) then
+    return 'default';
+  end if;
+  return dispatch_partition_key(p_paths, p_context);
 end;
 $$;
-comment on function dispatch_shard(text[], jsonb) is 'The shard of a context: made like a partition key; ''default'' when it would be empty.';
+comment on function dispatch_shard(text[], jsonb) is 'The shard of a context: made like a partition key; ''default'' when all its values are missing or empty.';
 
 create or replace function dispatch_named_part(p_args jsonb, p_paths text[])
 returns jsonb
@@ -275,7 +280,7 @@ begin
       select id
       from dispatch_stage_many(p_policy, jsonb_build_array(jsonb_build_object(
         'task_name', p_task_name, 'args', p_args, 'context', p_context, 'queue_name', p_queue_name, 'priority', p_priority,
-        'lock', p_lock, 'queueing_lock', p_queueing_lock, 'scheduled_at', p_scheduled_at
+        'lock', p_lock, 'queueing_lock', p_queueing_lock, 'scheduled_at', to_jsonb(p_scheduled_at at time zone 'UTC') #>> '{}' || '+00'
       ))) as id
     );
   end if;

@@ -52,7 +52,7 @@ declare
   v_retry_at timestamptz;
 begin
   if v_per is null or v_per <= 0 or v_rate is null or v_rate <= 0 then
-    v_retry_at := p_now + make_interval(secs => case when v_per > 0 then least(v_per, 315360000) else 60 end);
+    v_retry_at := p_now + make_interval(secs => case when v_per > 0 then greatest(least(v_per, 315360000), 0.1) else 60 end);
     return dispatch_narrow(p_claim, (p_claim).gate_state, 0, v_retry_at, v_retry_at, 'rate_zero');
   end if;
 
