@@ -41,10 +41,7 @@ def main(*, as_json: bool = False) -> int:
     try:
         # Not at the top: it needs the extra "embedded", and says so.
         from pydispatch.embedded import EmbeddedPostgres
-    except RuntimeError as error:
-        print_error(DispatchError(str(error), sqlstate=""), as_json=as_json)
-        return 1
-    try:
+
         with _interruptible(), EmbeddedPostgres(settings={"max_connections": "50"}) as server:
             screen.say(f"PostgreSQL {_version(server.dsn())} on a private socket, as it was made")
             applied = migrate(server.dsn(), with_procrastinate=True)
@@ -63,14 +60,31 @@ def main(*, as_json: bool = False) -> int:
 async def _play(dsn: str, screen: Screen) -> Report:
     """Let everything run until all jobs did, and measure what happened."""
     began = time.monotonic()
-    async with Scene(dsn) as scene:
-        with screen.live(scene.tenants):
-            while not await scene.is_over():
+    with _cancelled_by_signals():
+        async with Scene(dsn) as scene:
+            with screen.live(scene.tenants):
+                while not await scene.is_over():
+                    screen.show(await scene.look(), time.monotonic() - began)
+                    await asyncio.sleep(screen.pause)
                 screen.show(await scene.look(), time.monotonic() - began)
-                await asyncio.sleep(screen.pause)
-            screen.show(await scene.look(), time.monotonic() - began)
     with psycopg.connect(dsn) as connection:
         return measure(connection, scene.tenants, time.monotonic() - began)
+
+
+@contextlib.contextmanager
+def _cancelled_by_signals() -> Iterator[None]:
+    """End the running task in order, where KeyboardInterrupt would break into anything."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in previous:
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
