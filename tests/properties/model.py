@@ -185,8 +185,25 @@ class Model:
                 cap = stats.current_max + 1
             stats.current_max = max(min(cap, round(knob("max"))), 1)
 
+    def bucket(self, gate: Gate, partition: Partition) -> Bucket:
+        """A throttle's bucket as it would be now."""
+        speed, capacity = self.throttle(gate, partition.context)
+        bucket = partition.buckets.get(gate.name, Bucket(capacity, self.now))
+        if speed <= 0:
+            return bucket
+        elapsed = Fraction(max(self.now - bucket.at, timedelta(0)) // MICROSECOND, 10**6)
+        tokens = min(bucket.tokens + elapsed * speed, capacity)
+        return Bucket(tokens, max(bucket.at, self.now))
+
+    def look(self, key: str) -> None:
+        """Bring the buckets up to now, as a tick does that asks the gates."""
+        partition = self.partition(key)
+        for gate in self.policy.gates:
+            if gate.type == "throttle" and self.throttle(gate, partition.context)[0] > 0:
+                partition.buckets[gate.name] = self.bucket(gate, partition)
+
     def passing(self, gate: Gate, partition: Partition) -> int:
-        """How many jobs a gate lets pass; a bucket is brought up to now."""
+        """How many jobs a gate would let pass now."""
         in_flight = self.in_flight(partition.key)
         if gate.type == "concurrency":
             return floor(gate.get("max", partition.context) or 0) - in_flight
@@ -195,14 +212,8 @@ class Model:
             stats = partition.stats.get(gate.name, Stats(initial))
             cap = min(stats.current_max, round(gate.get("max", partition.context) or 0))
             return max(cap, initial) if in_flight == 0 else cap - in_flight
-        speed, capacity = self.throttle(gate, partition.context)
-        if speed <= 0:
-            return 0
-        bucket = partition.buckets.setdefault(gate.name, Bucket(capacity, self.now))
-        elapsed = Fraction(max(self.now - bucket.at, timedelta(0)) // MICROSECOND, 10**6)
-        bucket.tokens = min(bucket.tokens + elapsed * speed, capacity)
-        bucket.at = max(bucket.at, self.now)
-        return floor(bucket.tokens)
+        speed, _ = self.throttle(gate, partition.context)
+        return floor(self.bucket(gate, partition).tokens) if speed > 0 else 0
 
     def throttle(self, gate: Gate, context: Context) -> tuple[Fraction, Fraction]:
         """Return tokens a second, and the capacity."""
@@ -233,7 +244,7 @@ class Model:
             if speed <= 0:
                 others = True
                 continue
-            bucket = partition.buckets[gate.name]
+            bucket = self.bucket(gate, partition)
             wait = ceil((1 - bucket.tokens) / speed * 10**6) * MICROSECOND
             at = bucket.at + wait if at is None else max(at, bucket.at + wait)
         return at, others
