@@ -63,6 +63,28 @@ end;
 $$;
 comment on function dispatch_share(integer[], double precision[], integer) is 'Max-min fair shares of a budget by weight (Bertsekas and Gallager, Data Networks, 6.5.2), in whole jobs: nobody gets more than it wants, nothing is left over while somebody wants it, and of what rounding leaves the first get one each. A null budget gives everybody its demand.';
 
+create or replace function dispatch_turns(p_policy dispatch_policies, p_claims dispatch_claim[], p_weights double precision[], p_now timestamptz)
+returns integer[]
+language plpgsql
+stable
+set search_path from current
+as $$
+begin
+  if p_policy.half_life is null or p_weights = array_fill(p_weights[1], array[cardinality(p_weights)]) then
+    return array(select ordinal from unnest(p_claims) order by ordinal);
+  end if;
+  return array(
+    select c.ordinal
+    from unnest(p_claims) as c
+    join dispatch_partitions as p on p.id = c.partition_id
+    order by
+      dispatch_decay(p.decayed_admits, extract(epoch from p_now - p.decayed_at)::double precision, p_policy.half_life) / p_weights[c.ordinal],
+      c.ordinal
+  );
+end;
+$$;
+comment on function dispatch_turns(dispatch_policies, dispatch_claim[], double precision[], timestamptz) is 'In which order claims are given what rounding leaves of their shares: who was served least for its weight comes first, so that weights hold in the long run however small the budget.';
+
 create or replace function dispatch_share_budget(p_policy dispatch_policies, p_claims dispatch_claim[], p_now timestamptz)
 returns dispatch_claim[]
 language plpgsql
@@ -71,7 +93,9 @@ set search_path from current
 as $$
 declare
   v_demands integer[];
-  v_shares integer[];
+  v_weights double precision[];
+  v_turns integer[];
+  v_shares_by_turn integer[];
 begin
   if p_policy.tick_admission_budget is null then
     return p_claims;
@@ -91,24 +115,27 @@ begin
     from unnest(p_claims) as c
     order by c.ordinal
   );
-  v_shares := dispatch_share(
-    v_demands,
-    array(
-      select case when weight > 0 then least(greatest(weight, 1e-6), 1e6) else 1 end::double precision
-      from unnest(p_claims) as c
-      cross join lateral (
-        select (c.params ->> 'fairness.weight')::numeric as weight
-      ) as given
-      order by c.ordinal
-    ),
+  v_weights := array(
+    select case when weight > 0 then least(greatest(weight, 1e-6), 1e6) else 1 end::double precision
+    from unnest(p_claims) as c
+    cross join lateral (
+      select (c.params ->> 'fairness.weight')::numeric as weight
+    ) as given
+    order by c.ordinal
+  );
+  v_turns := dispatch_turns(p_policy, p_claims, v_weights, p_now);
+  v_shares_by_turn := dispatch_share(
+    array(select v_demands[ordinal] from unnest(v_turns) with ordinality as turns (ordinal, turn) order by turn),
+    array(select v_weights[ordinal] from unnest(v_turns) with ordinality as turns (ordinal, turn) order by turn),
     p_policy.tick_admission_budget);
 
   return array(
     select case
-      when v_shares[c.ordinal] = v_demands[c.ordinal] then c
-      else dispatch_narrow(c, c.gate_state, v_shares[c.ordinal], p_now, p_now, 'budget_exhausted')
+      when share = v_demands[c.ordinal] then c
+      else dispatch_narrow(c, c.gate_state, share, p_now, p_now, 'budget_exhausted')
     end
-    from unnest(p_claims) as c
+    from unnest(v_turns, v_shares_by_turn) as shares (ordinal, share)
+    join unnest(p_claims) as c using (ordinal)
     order by c.ordinal
   );
 end;

@@ -73,7 +73,7 @@ begin
             case when p_policy.half_life is not null then
               dispatch_decay(p.decayed_admits, extract(epoch from p_now - p.decayed_at)::double precision, p_policy.half_life)
             end,
-            p.due_at, p.id
+            p.due_at, p.last_admitted_at nulls first, p.id
         )::integer) as claim
       from dispatch_lock_due(p_policy, p_shard, p_now) as p
     ) as claims

@@ -95,10 +95,12 @@ class Database:
     def run(self) -> Iterator[Database]:
         """Do the same, committing each statement: a long run leaves too many dead rows."""
         self.set_clock(START)
-        yield self
-        names = self.one(
-            """select string_agg(oid::regclass::text, ', ') from pg_class
-            where relkind = 'r' and relname ~ '^(dispatch|procrastinate)_'
-              and relname not in ('dispatch_migrations', 'procrastinate_version')"""
-        )
-        self.conn.execute(f"truncate {names} restart identity cascade".encode())
+        try:
+            yield self
+        finally:
+            names = self.one(
+                """select string_agg(oid::regclass::text, ', ') from pg_class
+                where relkind = 'r' and relname ~ '^(dispatch|procrastinate)_'
+                  and relname not in ('dispatch_migrations', 'procrastinate_version')"""
+            )
+            self.conn.execute(f"truncate {names} restart identity cascade".encode())
