@@ -189,6 +189,7 @@ begin
       and policy.policy_name = p.policy_name
       and p.due_at is null
       and p.in_flight_count = 0
+      and p.pending_count = 0
       and greatest(p.last_checked_at, p.last_admitted_at, p.first_seen_at) < v_inactive_since
       and not exists (select from dispatch_staged_jobs as s where s.partition_id = p.id)
       and dispatch_buckets_full(policy, p, p_now);
