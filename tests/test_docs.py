@@ -6,6 +6,7 @@ import ast
 import asyncio
 import contextlib
 import inspect
+import itertools
 import json
 import os
 import re
@@ -74,13 +75,14 @@ def words(cell: str) -> list[str]:
 @pytest.fixture
 def empty_database(server: EmbeddedPostgres, admin: psycopg.Connection) -> Iterator[str]:
     """The name of a database that nothing was installed into."""
-    name = "empty"
+    name = f"empty_{next(_numbers)}"  # what a test started may outlive it by a moment
     admin.execute(sql.SQL("create database {}").format(sql.Identifier(name)))
     yield name
     admin.execute(sql.SQL("drop database {} with (force)").format(sql.Identifier(name)))
 
 
 Environment = Callable[[str], dict[str, str]]
+_numbers = itertools.count(1)
 
 
 @pytest.fixture
