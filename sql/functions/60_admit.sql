@@ -87,7 +87,7 @@ comment on function dispatch_claims(dispatch_policies, text, timestamptz) is 'Lo
 -- The ready jobs of a partition in order. Where jobs of a higher priority wait for their time, they stand in front of the
 -- ready ones in the index; so it is read priority by priority, and within each only up to now.
 create or replace function dispatch_pick_ready(p_partition_id uuid, p_now timestamptz, p_limit integer)
-returns setof bigint
+returns table (staged_id bigint, parked_job_id bigint)
 language plpgsql
 set search_path from current
 set plan_cache_mode = force_generic_plan
@@ -105,7 +105,7 @@ begin
   select max(s.priority) into v_priority from dispatch_staged_jobs as s where s.partition_id = p_partition_id;
   while v_priority is not null and v_left > 0 loop
     return query
-      select s.id
+      select s.id, s.job_id
       from dispatch_staged_jobs as s
       where s.partition_id = p_partition_id
         and s.priority = v_priority
@@ -125,7 +125,7 @@ $$;
 comment on function dispatch_pick_ready(uuid, timestamptz, integer) is 'Locks the first p_limit ready jobs of a partition some of whose jobs are not ready yet.';
 
 -- Across partitions the batch is interleaved, one each in fairness order, then the second each, and so on.
-create or replace function dispatch_pick(p_claims dispatch_claim[], p_now timestamptz, out ids bigint[], out ordinals integer[])
+create or replace function dispatch_pick(p_claims dispatch_claim[], p_now timestamptz, out ids bigint[], out ordinals integer[], out parked bigint[])
 language plpgsql
 set search_path from current
 set plan_cache_mode = force_generic_plan
@@ -147,12 +147,12 @@ begin
     from unnest(p_claims) as c
     where c.allowed > 0
   ), picked as (
-    select claims.ordinal, jobs.id, jobs.turn
+    select claims.ordinal, jobs.id, jobs.job_id, jobs.turn
     from claims
     cross join lateral (
-      select ready.id, row_number() over () as turn
+      select ready.id, ready.job_id, row_number() over () as turn
       from (
-        select s.id
+        select s.id, s.job_id
         from dispatch_staged_jobs as s
         where s.partition_id = claims.partition_id
         order by s.priority desc, s.eligible_at, s.id
@@ -162,17 +162,20 @@ begin
     ) as jobs
     where not claims.some_wait
     union all
-    select claims.ordinal, jobs.id, jobs.turn
+    select claims.ordinal, jobs.id, jobs.job_id, jobs.turn
     from claims
-    cross join lateral dispatch_pick_ready(claims.partition_id, p_now, claims.allowed) with ordinality as jobs (id, turn)
+    cross join lateral dispatch_pick_ready(claims.partition_id, p_now, claims.allowed) with ordinality as jobs (id, job_id, turn)
     where claims.some_wait
   )
-  select coalesce(array_agg(picked.id order by turn, ordinal), '{}'), coalesce(array_agg(ordinal order by turn, ordinal), '{}')
-  into ids, ordinals
-  from picked;
+  select
+    coalesce(array_agg(picked.id), '{}'),
+    coalesce(array_agg(ordinal), '{}'),
+    coalesce(array_agg(picked.id) filter (where picked.job_id is not null), '{}')
+  into ids, ordinals, parked
+  from (select * from picked order by turn, ordinal) as picked;
 end;
 $$;
-comment on function dispatch_pick(dispatch_claim[], timestamptz) is 'Locks the jobs that the claims allow and returns their ids in hand-off order, beside the ordinals of their claims.';
+comment on function dispatch_pick(dispatch_claim[], timestamptz) is 'Locks the jobs that the claims allow and returns their ids in hand-off order, beside the ordinals of their claims; and which of the ids are parked retries.';
 
 create or replace function dispatch_decide(p_policy dispatch_policies, p_shard text)
 returns dispatch_handoffs
@@ -189,6 +192,7 @@ begin
   v_handoff.claims := '{}';
   v_handoff.staged_ids := '{}';
   v_handoff.ordinals := '{}';
+  v_handoff.parked_ids := '{}';
 
   perform dispatch_fold(p_policy.policy_name, v_handoff.decided_at);
   if exists (select from dispatch_pauses where id = dispatch_partition_id(p_policy.policy_name, null)) then
@@ -201,8 +205,8 @@ begin
     v_handoff.claims := dispatch_pass_gates(p_policy.gates,
       dispatch_resolve(p_policy, v_handoff.claims, v_handoff.decided_at), v_handoff.decided_at);
     v_handoff.claims := dispatch_share_budget(p_policy, v_handoff.claims, v_handoff.decided_at);
-    select ids, ordinals
-    into v_handoff.staged_ids, v_handoff.ordinals
+    select ids, ordinals, parked
+    into v_handoff.staged_ids, v_handoff.ordinals, v_handoff.parked_ids
     from dispatch_pick(v_handoff.claims, v_handoff.decided_at);
   end if;
   return v_handoff;

@@ -45,17 +45,22 @@ begin
     using unnest(p_outcomes) as o
     where s.id = o.id
       and o.job_id is not null
-    returning s.id, o.job_id, s.partition_id, s.staged_at, s.policy_name, s.partition_key, s.context
+    returning s.id, o.job_id, s.job_id is not null as was_parked, s.partition_id, s.staged_at, s.policy_name, s.partition_key, s.context
   ), slots as (
     insert into dispatch_inflight_jobs (job_id, staged_id, partition_id, admitted_at, policy_name, partition_key)
     select job_id, id, partition_id, p_now, policy_name, partition_key
     from handed
+  ), admitted_again as (
+    update dispatch_admissions as a
+    set admitted_at = p_now
+    from handed
+    where handed.was_parked
+      and a.staged_id = handed.id
   )
   insert into dispatch_admissions (staged_id, job_id, partition_id, staged_at, admitted_at, policy_name, partition_key, context)
   select id, job_id, partition_id, staged_at, p_now, policy_name, partition_key, context
   from handed
-  on conflict on constraint dispatch_admissions_pkey do update
-  set admitted_at = excluded.admitted_at;
+  where not was_parked;
 end;
 $$;
 comment on function dispatch_write_handed(dispatch_outcome[], timestamptz) is 'Jobs that were handed off leave dispatch_staged_jobs and take their slots.';
@@ -238,6 +243,30 @@ end;
 $$;
 comment on function dispatch_settle_outcomes(dispatch_policies, dispatch_handoffs, dispatch_outcome[]) is 'Writes down a tick whose hand-off has the given outcomes, and returns what it did.';
 
+create or replace function dispatch_payloads(p_handoff dispatch_handoffs)
+returns setof dispatch_payload
+language plpgsql
+stable
+set search_path from current
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_hashjoin = off
+set enable_mergejoin = off
+set jit = off
+as $$
+begin
+  return query
+    select p_handoff.id, s.id, s.policy_name, s.partition_key, s.task_name, s.queue_name, s.priority, s.lock, s.queueing_lock,
+      s.scheduled_at, s.args, s.attempts, null::dispatch_tick_result
+    from unnest(p_handoff.staged_ids) with ordinality as picked (id, place)
+    join dispatch_staged_jobs as s on s.id = picked.id
+    where s.job_id is null
+    order by picked.place;
+end;
+$$;
+comment on function dispatch_payloads(dispatch_handoffs) is 'The jobs of a hand-off that a driver has to pass on, in hand-off order: all but the parked retries.';
+
 create or replace function dispatch_admit(p_policy text, p_shard text default null)
 returns setof dispatch_payload
 language plpgsql
@@ -248,23 +277,18 @@ declare
   v_handoff dispatch_handoffs := dispatch_decide(v_policy, p_shard);
   v_nothing dispatch_payload;
 begin
-  if not exists (select from dispatch_staged_jobs where id = any (v_handoff.staged_ids) and job_id is null) then
-    v_nothing.tick := dispatch_settle_outcomes(v_policy, v_handoff, dispatch_release(v_handoff.staged_ids));
+  if cardinality(v_handoff.staged_ids) = cardinality(v_handoff.parked_ids) then
+    v_nothing.tick := dispatch_settle_outcomes(v_policy, v_handoff, dispatch_release(v_handoff.parked_ids));
     return next v_nothing;
     return;
   end if;
 
-  insert into dispatch_handoffs (policy_name, shard, decided_at, started_at, claims, staged_ids, ordinals)
-  values (v_handoff.policy_name, v_handoff.shard, v_handoff.decided_at, v_handoff.started_at, v_handoff.claims, v_handoff.staged_ids, v_handoff.ordinals)
+  insert into dispatch_handoffs (policy_name, shard, decided_at, started_at, claims, staged_ids, ordinals, parked_ids)
+  values (v_handoff.policy_name, v_handoff.shard, v_handoff.decided_at, v_handoff.started_at, v_handoff.claims, v_handoff.staged_ids,
+    v_handoff.ordinals, v_handoff.parked_ids)
   returning id into v_handoff.id;
 
-  return query
-    select v_handoff.id, s.id, s.policy_name, s.partition_key, s.task_name, s.queue_name, s.priority, s.lock, s.queueing_lock,
-      s.scheduled_at, s.args, s.attempts, null::dispatch_tick_result
-    from unnest(v_handoff.staged_ids) with ordinality as picked (id, place)
-    join dispatch_staged_jobs as s on s.id = picked.id
-    where s.job_id is null
-    order by picked.place;
+  return query select * from dispatch_payloads(v_handoff);
 end;
 $$;
 comment on function dispatch_admit(text, text) is 'One tick of a policy up to the hand-off, for a driver that hands off itself: returns the admitted jobs in hand-off order, which the driver must pass on and settle with dispatch_settle() in the same transaction; a commit without that is refused (PD008). Where there is nothing to hand off, and so nothing to settle, it returns one row, whose tick says what was done and whose other columns are null. Raises PD001 for an unknown policy.';
@@ -276,7 +300,6 @@ set search_path from current
 as $$
 declare
   v_handoff dispatch_handoffs;
-  v_parked bigint[];
 begin
   delete from dispatch_handoffs where id = p_handoff_id returning * into v_handoff;
   if not found then
@@ -284,22 +307,15 @@ begin
       'Call dispatch_settle() once for each dispatch_admit() that returned jobs, in the same transaction.');
   end if;
 
-  v_parked := array(
-    select picked.id
-    from unnest(v_handoff.staged_ids) with ordinality as picked (id, place)
-    join dispatch_staged_jobs as s on s.id = picked.id
-    where s.job_id is not null
-    order by place
-  );
   if (select array_agg(id order by id) from unnest(p_ids) as id)
-    is distinct from (select array_agg(id order by id) from unnest(v_handoff.staged_ids) as id where id <> all (v_parked)) then
+    is distinct from (select array_agg(id order by id) from unnest(v_handoff.staged_ids) as id where id <> all (v_handoff.parked_ids)) then
     perform dispatch_raise('PD008', format('hand-off %s is settled for other jobs than were admitted', p_handoff_id), null,
       'p_ids must name every id that dispatch_admit() returned once.');
   end if;
 
   return dispatch_settle_outcomes(dispatch_policy(v_handoff.policy_name), v_handoff,
     array(select row(id, job_id, error)::dispatch_outcome from unnest(p_ids, p_job_ids, p_errors) as outcomes (id, job_id, error))
-    || dispatch_release(v_parked));
+    || dispatch_release(v_handoff.parked_ids));
 end;
 $$;
 comment on function dispatch_settle(bigint, bigint[], bigint[], text[]) is 'Ends what dispatch_admit() began. The arrays are parallel: with a job id the job was handed off, with an error it goes to dispatch_dead_jobs, with neither its queueing lock is held and it waits its turn. Raises PD008 when the hand-off is not open or the ids are not exactly the admitted ones.';

@@ -45,6 +45,12 @@ create or replace function dispatch_defer(p_ids bigint[])
 returns dispatch_outcome[]
 language plpgsql
 set search_path from current
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_hashjoin = off
+set enable_mergejoin = off
+set jit = off
 set lock_timeout = '100ms'
 as $$
 declare
@@ -94,6 +100,12 @@ create or replace function dispatch_release(p_ids bigint[])
 returns dispatch_outcome[]
 language plpgsql
 set search_path from current
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_hashjoin = off
+set enable_mergejoin = off
+set jit = off
 set lock_timeout = '100ms'
 as $$
 declare
@@ -105,7 +117,6 @@ begin
     select s.*
     from unnest(p_ids) with ordinality as picked (id, place)
     join dispatch_staged_jobs as s on s.id = picked.id
-    where s.job_id is not null
     order by picked.place
   loop
     begin
@@ -138,9 +149,9 @@ begin
   return v_outcomes;
 end;
 $$;
-comment on function dispatch_release(bigint[]) is 'Brings parked retries among the given staged jobs back into procrastinate''s queue, and wakes its workers. A row that somebody holds, or whose queueing lock is taken, is left for later.';
+comment on function dispatch_release(bigint[]) is 'Brings parked retries back into procrastinate''s queue, and wakes its workers. A row that somebody holds, or whose queueing lock is taken, is left for later.';
 
-create or replace function dispatch_hand_off(p_ids bigint[])
+create or replace function dispatch_hand_off(p_ids bigint[], p_parked_ids bigint[])
 returns dispatch_outcome[]
 language plpgsql
 set search_path from current
@@ -151,16 +162,18 @@ begin
   end if;
   -- Whoever alters the table is waited for here, once; below, a lock that is not free soon counts as held.
   lock table procrastinate_jobs in row exclusive mode;
+  if p_parked_ids = '{}' then
+    return dispatch_defer(p_ids);
+  end if;
   return dispatch_defer(array(
     select picked.id
     from unnest(p_ids) with ordinality as picked (id, place)
-    join dispatch_staged_jobs as s on s.id = picked.id
-    where s.job_id is null
+    where picked.id <> all (p_parked_ids)
     order by picked.place
-  )) || dispatch_release(p_ids);
+  )) || dispatch_release(p_parked_ids);
 end;
 $$;
-comment on function dispatch_hand_off(bigint[]) is 'Hands staged jobs over to procrastinate: new ones are deferred, parked ones released.';
+comment on function dispatch_hand_off(bigint[], bigint[]) is 'Hands staged jobs over to procrastinate: new ones are deferred, the parked ones among them released.';
 
 create or replace function dispatch_lag_ms(p_job_id bigint, p_admitted_at timestamptz)
 returns double precision

@@ -9,7 +9,7 @@ as $$
 declare
   v_handoff constant dispatch_handoffs := dispatch_decide(p_policy, p_shard);
 begin
-  return dispatch_settle_outcomes(p_policy, v_handoff, dispatch_hand_off(v_handoff.staged_ids));
+  return dispatch_settle_outcomes(p_policy, v_handoff, dispatch_hand_off(v_handoff.staged_ids, v_handoff.parked_ids));
 end;
 $$;
 comment on function dispatch_tick_policy(dispatch_policies, text) is 'One tick of one policy, hand-off included.';

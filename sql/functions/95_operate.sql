@@ -54,10 +54,10 @@ begin
     from unnest(dispatch_pass_gates(p_policy.gates,
       dispatch_resolve(p_policy, array[dispatch_new_claim(p_policy, v_partition, 1)], v_handoff.decided_at), v_handoff.decided_at)) as c
   );
-  select ids, ordinals
-  into v_handoff.staged_ids, v_handoff.ordinals
+  select ids, ordinals, parked
+  into v_handoff.staged_ids, v_handoff.ordinals, v_handoff.parked_ids
   from dispatch_pick(v_handoff.claims, v_handoff.decided_at);
-  return (dispatch_settle_outcomes(p_policy, v_handoff, dispatch_hand_off(v_handoff.staged_ids))).jobs_admitted;
+  return (dispatch_settle_outcomes(p_policy, v_handoff, dispatch_hand_off(v_handoff.staged_ids, v_handoff.parked_ids))).jobs_admitted;
 end;
 $$;
 comment on function dispatch_force(dispatch_policies, uuid, integer) is 'Admits up to p_limit ready jobs of one partition past its gates. They count in flight and are paid for in tokens, so the gates make up for them later.';

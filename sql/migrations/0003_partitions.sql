@@ -243,6 +243,7 @@ create table dispatch_handoffs (
   claims dispatch_claim[] not null,
   staged_ids bigint[] not null,
   ordinals integer[] not null,
+  parked_ids bigint[] not null,
   constraint dispatch_handoffs_pkey primary key (id)
 );
 comment on table dispatch_handoffs is 'The tick that a driver is handing off, between dispatch_admit() and dispatch_settle(); no other transaction ever sees a row.';
@@ -254,3 +255,4 @@ comment on column dispatch_handoffs.started_at is 'When the tick began, by the w
 comment on column dispatch_handoffs.claims is 'The claims after the gates.';
 comment on column dispatch_handoffs.staged_ids is 'The admitted jobs in hand-off order.';
 comment on column dispatch_handoffs.ordinals is 'Beside each admitted job, the ordinal of its claim.';
+comment on column dispatch_handoffs.parked_ids is 'The admitted jobs that are retries and so have a row in procrastinate already.';
