@@ -515,13 +515,13 @@ def test_the_queries_of_the_operations_page_run(conn: psycopg.Connection) -> Non
 
 
 def test_cron_commands_run(
-    conn: psycopg.Connection, environment: Environment, run_shell: Callable[..., str]
+    dsn: str, conn: psycopg.Connection, environment: Environment, run_shell: Callable[..., str]
 ) -> None:
     define(conn, {})
     conn.execute("select dispatch_stage('p', 't')")
     text = section(page("docs/operations.md"), "### cron")
     example = (EXAMPLES / "crontab").read_text(encoding="utf-8")
-    shell = {**environment(conn.info.dbname), "DATABASE_URL": conn.info.dsn}
+    shell = {**environment(conn.info.dbname), "DATABASE_URL": dsn}
     for source in (text, example):
         commands = re.findall(r"^\* \* \* \* \*  (psql .*)$", source, re.MULTILINE)
         assert len(commands) == 2
