@@ -1,6 +1,6 @@
 -- Admission up to the hand-off: who is claimed, in what order jobs go, and what has to wait.
 begin;
-select plan(41);
+select plan(42);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 
@@ -173,6 +173,13 @@ begin
 end;
 $$;
 select is(pg_temp.tick('future'), '{later}', 'it is admitted at its time');
+do $$
+begin
+  perform pg_temp.stage('future', 'a', 'later', jsonb_build_object('scheduled_at', pg_temp.clock(9000)));
+  perform pg_temp.stage('future', 'a', 'ready', '{"priority": -5}');
+end;
+$$;
+select is(pg_temp.tick('future'), '{ready}', 'nor does a future job of any other priority block one that is behind it');
 
 -- case: partitions that hold only future jobs are claimed at every tick and push out those with ready jobs
 do $$

@@ -1,6 +1,6 @@
 -- Settling: what was handed off is written down and paid for, all of it together, and nothing else is.
 begin;
-select plan(63);
+select plan(64);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 
@@ -145,6 +145,7 @@ select throws_ok(pg_temp.settle(ids || newest), 'PD008', null, 'one that names a
 select throws_ok(pg_temp.settle(array[ids[1], ids[1], ids[2]]), 'PD008', null, 'one that names a job twice and another not at all is refused') from ids;
 select throws_ok(pg_temp.settle('{}'), 'PD008', null, 'one that names nothing is refused');
 select throws_ok(pg_temp.settle(ids, -1), 'PD008', null, 'a hand-off that does not exist cannot be settled') from ids;
+select throws_ok(pg_temp.settle('{}', -1), 'PD008', null, 'not even with nothing');
 select throws_ok('set constraints all immediate', 'PD008', null, 'after all that the hand-off is still open');
 
 create temporary table settled as

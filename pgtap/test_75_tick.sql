@@ -1,6 +1,6 @@
 -- The tick as a whole, over one policy or all, and what tells its caller when to come back.
 begin;
-select plan(34);
+select plan(35);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 
@@ -124,6 +124,14 @@ begin
 end;
 $$;
 select is(dispatch_next_due('a'), pg_temp.clock(50), 'a paused partition keeps nobody awake');
+do $$
+begin
+  perform dispatch_pause('c', 'north');
+  perform pg_temp.stage('c', 'north');
+  perform dispatch_tick('c');
+end;
+$$;
+select is(dispatch_next_due('c'), null, 'nor do several, when there is nothing else');
 do $$
 begin
   perform dispatch_pause('a');

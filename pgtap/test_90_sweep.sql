@@ -404,13 +404,13 @@ begin
   if current_setting('test.broken', true) = 'yes' then
     raise exception 'no limit today';
   end if;
-  return 1;
+  return 5;
 end;
 $$;
 do $$
 begin
   perform pg_temp.at(1000000);
-  perform pg_temp.define('asked', '{"gates": [{"type": "throttle", "rate": {"sql": "public.limit_of"}, "per": 7200}]}');
+  perform pg_temp.define('asked', '{"gates": [{"type": "throttle", "rate": {"sql": "public.limit_of"}, "per": 36000}]}');
   perform pg_temp.stage('asked', 'i3');
   perform dispatch_tick('asked');
   perform dispatch_finish((pg_temp.job('i3')).id, null);
