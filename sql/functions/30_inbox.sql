@@ -30,30 +30,37 @@ end;
 $$;
 comment on function dispatch_notes_in_other_hands(text, dispatch_inbox[]) is 'Partitions of which another tick holds an older note than the last of these.';
 
-create or replace function dispatch_not_ours_to_create(p_policy text, p_partitions uuid[])
+create or replace function dispatch_in_other_hands(p_policy text, p_partitions uuid[])
 returns uuid[]
 language plpgsql
 set search_path from current
 as $$
+declare
+  v_ours integer[];
 begin
+  v_ours := array(
+    select bucket
+    from (select distinct dispatch_bucket(p_policy, id) from unnest(p_partitions) as id) as buckets (bucket)
+    where pg_try_advisory_xact_lock('dispatch_partitions'::regclass::oid::integer, bucket)
+  );
+  -- In a later statement, so that what was created before a lock became free is seen.
   return array(
-    with fresh as materialized (
-      select given.id, hashtext(p_policy) & -256 | get_byte(uuid_send(given.id), 0) as bucket
-      from unnest(p_partitions) as given (id)
-      where not exists (select from dispatch_partitions as p where p.id = given.id)
-    ), buckets as materialized (
-      select bucket, pg_try_advisory_xact_lock('dispatch_partitions'::regclass::oid::integer, bucket) as is_ours
-      from fresh
-      group by bucket
-    )
-    select fresh.id
-    from fresh
-    join buckets using (bucket)
-    where not buckets.is_ours
+    select given.id
+    from unnest(p_partitions) as given (id)
+    where dispatch_bucket(p_policy, given.id) <> all (v_ours)
+      or exists (select from dispatch_partitions as p where p.id = given.id)
   );
 end;
 $$;
-comment on function dispatch_not_ours_to_create(text, uuid[]) is 'Of partitions that do not exist yet, those that another tick may be creating. The others are locked against that: by an advisory lock for each of 256 buckets of ids, so that a tick takes few locks however many partitions are new.';
+comment on function dispatch_in_other_hands(text, uuid[]) is 'Of partitions whose rows could not be locked, those that another tick holds or may be creating; the others do not exist, and nobody else can create them before this transaction ends. That takes an advisory lock for each of 256 buckets of ids, so that a tick takes few locks however many partitions are new.';
+
+create or replace function dispatch_bucket(p_policy text, p_partition_id uuid)
+returns integer
+language sql
+immutable
+parallel safe
+return hashtext(p_policy) & -256 | get_byte(uuid_send(p_partition_id), 0);
+comment on function dispatch_bucket(text, uuid) is 'The advisory lock that stands for the creation of a partition.';
 
 create or replace function dispatch_fold(p_policy text, p_now timestamptz, p_limit integer default 10000)
 returns integer
@@ -62,14 +69,14 @@ set search_path from current
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
-set enable_hashjoin = off
 set enable_mergejoin = off
 set jit = off
 as $$
 declare
   v_notes dispatch_inbox[];
   v_partitions uuid[];
-  v_held uuid[];
+  v_held dispatch_partitions[];
+  v_rows tid[];
   v_left uuid[];
   v_folded integer;
   v_observations dispatch_observation[];
@@ -88,19 +95,20 @@ begin
 
   v_left := dispatch_notes_in_other_hands(p_policy, v_notes);
   v_partitions := array(select distinct partition_id from unnest(v_notes));
-  v_left := v_left || dispatch_not_ours_to_create(p_policy, v_partitions);
-  v_held := array(
-    select p.id
+  select array_agg(held.place), array_agg(held.partition)
+  into v_rows, v_held
+  from (
+    select p.ctid as place, p as partition
     from dispatch_partitions as p
     where p.id = any (v_partitions)
     order by p.id
     for update skip locked
-  );
-  v_left := v_left || array(
-    select p.id from dispatch_partitions as p where p.id = any (v_partitions)
+  ) as held;
+  v_left := v_left || dispatch_in_other_hands(p_policy, array(
+    select unnest(v_partitions)
     except
-    select unnest(v_held)
-  );
+    select id from unnest(v_held)
+  ));
 
   with mine as materialized (
     select *
@@ -110,7 +118,7 @@ begin
     delete from dispatch_inbox
     where policy_name = p_policy
       and id = any (array(select id from mine))
-  ), changes as materialized (
+  ), sums as (
     select
       partition_id,
       coalesce(sum(jobs) filter (where kind <> 'finished'), 0) as jobs,
@@ -124,6 +132,24 @@ begin
       (array_agg(shard order by id) filter (where kind = 'staged'))[1] as shard
     from mine
     group by partition_id
+  ), changes as materialized (
+    select
+      sums.*,
+      held.place,
+      held.blocked_until,
+      -- A finish lifts what only waits for slots; a new context or a lifted pause lifts everything.
+      case
+        when any_resumed or (sums.newest_id > held.newest_id and sums.context <> held.context) then null
+        when any_finished then held.blocked_after_finish
+        else held.blocked_until
+      end as still_blocked_until
+    from sums
+    left join (
+      select place, id, newest_id, context, blocked_until, blocked_after_finish
+      from rows from (unnest(v_rows), unnest(v_held)) as held (place, id, due_at, blocked_until, blocked_after_finish, first_seen_at,
+        last_checked_at, last_admitted_at, decayed_at, pending_count, total_admitted, newest_id, decayed_admits, in_flight_count,
+        policy_name, partition_key, shard, blocked_reason, context, gate_state)
+    ) as held on held.id = sums.partition_id
   ), updated as (
     update dispatch_partitions as p
     set
@@ -131,29 +157,20 @@ begin
       in_flight_count = p.in_flight_count + changes.slots,
       newest_id = greatest(p.newest_id, changes.newest_id),
       context = case when changes.newest_id > p.newest_id then changes.context else p.context end,
-      blocked_until = open.at,
+      blocked_until = still_blocked_until,
       due_at = least(
         p.due_at,
-        case when open.at is distinct from p.blocked_until and p.due_at is not null then greatest(open.at, p_now) end,
-        case when changes.due_at is not null then greatest(changes.due_at, open.at) end
+        case when still_blocked_until is distinct from p.blocked_until and p.due_at is not null then greatest(still_blocked_until, p_now) end,
+        case when changes.due_at is not null then greatest(changes.due_at, still_blocked_until) end
       )
     from changes
-    join dispatch_partitions as before on before.id = changes.partition_id
-    cross join lateral (
-      -- A finish lifts what only waits for slots; a new context or a lifted pause lifts everything.
-      select case
-        when any_resumed or (changes.newest_id > before.newest_id and changes.context <> before.context) then null
-        when any_finished then before.blocked_after_finish
-        else before.blocked_until
-      end as at
-    ) as open
-    where p.id = changes.partition_id
+    where p.ctid = changes.place
   ), created as (
     insert into dispatch_partitions (id, policy_name, partition_key, shard, context, newest_id, pending_count, due_at, first_seen_at)
     select partition_id, p_policy, partition_key, shard, context, newest_id, jobs, due_at, p_now
     from changes
-    where partition_key is not null
-      and not exists (select from dispatch_partitions as known where known.id = changes.partition_id)
+    where place is null
+      and partition_key is not null
     order by partition_id
   )
   select
