@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from datetime import datetime, timedelta
+from fractions import Fraction
 from itertools import cycle
 from typing import Any, NamedTuple, TypeVar
 
@@ -92,7 +93,7 @@ select jsonb_build_object(
     from dispatch_admissions),
   'partitions', (select coalesce(jsonb_object_agg(partition_key, jsonb_build_object(
       'pending', pending_count, 'in_flight', in_flight_count, 'due_at', due_at, 'context', context,
-      'admitted', total_admitted, 'version', ctid)), '{}') from dispatch_partitions),
+      'version', ctid, 'gates', gate_state)), '{}') from dispatch_partitions),
   'notes', (select coalesce(jsonb_object_agg(partition_id, sums), '{}') from (
       select partition_id, jsonb_build_object(
         'pending', coalesce(sum(jobs) filter (where kind <> 'finished'), 0),
@@ -403,7 +404,8 @@ class Histories(RuleBasedStateMachine):
             assert len(picked[key]) <= wanted[key], "more than the gates let pass"
         assert len(moved) == sum(map(len, picked.values())), "moved before its time"
         for key, row in after["partitions"].items():
-            if row["version"] != before["partitions"][key]["version"]:
+            looked_at = row["version"] != before["partitions"][key]["version"]
+            if looked_at and not model.partition(key).paused:
                 model.look(key)
 
         all_seen = result["partitions_seen"] < policy.partition_batch_size
@@ -595,6 +597,17 @@ class Histories(RuleBasedStateMachine):
             assert partition["in_flight"] == self.model.in_flight(key) + notes["finished"]
             if staged and id_ not in found["notes"]:
                 assert partition["due_at"] is not None, "jobs wait and nobody will look"
+
+    @invariant()
+    def buckets_hold_what_they_should(self) -> None:
+        partitions = self.snapshot()["partitions"]
+        for key, row in partitions.items():
+            buckets = self.model.partition(key).buckets
+            assert set(row["gates"]) == set(buckets)
+            for name, bucket in buckets.items():
+                state = row["gates"][name]
+                assert abs(Fraction(state["tokens"]) - bucket.tokens) < Fraction(1, 10**9)
+                assert abs(state["at"] - bucket.at.timestamp()) < 1e-6
 
     # The end.
 
