@@ -14,7 +14,7 @@ import pytest
 
 from tests.properties.support import Database, seconds
 
-HOURS = 168 if os.environ.get("PROPERTIES") == "long" else 5
+HOURS = 168 if os.environ.get("PROPERTIES") == "long" else 3
 
 
 def jain(shares: Iterable[float]) -> float:

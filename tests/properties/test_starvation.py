@@ -53,7 +53,7 @@ def looked_at(db: Database) -> dict[str, tuple[datetime | None, datetime | None]
     return {row["partition_key"]: (row["due_at"], row["last_checked_at"]) for row in rows}
 
 
-@tries(40)
+@tries(25)
 @given(
     POPULATIONS,
     st.integers(1, 12),
