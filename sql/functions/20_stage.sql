@@ -134,6 +134,7 @@ create or replace function dispatch_stage_many(p_policy text, p_jobs jsonb)
 returns setof bigint
 language plpgsql
 set search_path from current
+set enable_seqscan = off
 as $$
 declare
   v_now constant timestamptz := dispatch_now();

@@ -51,11 +51,10 @@ begin
     select job_id, id, partition_id, p_now, policy_name, partition_key
     from handed
   ), admitted_again as (
-    update dispatch_admissions as a
+    -- Not a join, which could begin with reading all admissions when the plan is from a time when they were few.
+    update dispatch_admissions
     set admitted_at = p_now
-    from handed
-    where handed.was_parked
-      and a.staged_id = handed.id
+    where staged_id = any (array(select id from handed where was_parked))
   )
   insert into dispatch_admissions (staged_id, job_id, partition_id, staged_at, admitted_at, policy_name, partition_key, context)
   select id, job_id, partition_id, staged_at, p_now, policy_name, partition_key, context

@@ -14,6 +14,7 @@ returns boolean
 language plpgsql
 stable
 set search_path from current
+set enable_seqscan = off
 as $$
 begin
   return exists (select from procrastinate_jobs where queueing_lock = p_queueing_lock and status = 'todo');
@@ -180,6 +181,7 @@ returns double precision
 language plpgsql
 stable
 set search_path from current
+set enable_seqscan = off
 as $$
 begin
   return (
@@ -340,6 +342,7 @@ create or replace function dispatch_free_slot(p_job_id bigint, p_succeeded boole
 returns boolean
 language plpgsql
 set search_path from current
+set enable_seqscan = off
 as $$
 declare
   v_slot dispatch_inflight_jobs;
@@ -376,6 +379,7 @@ create or replace function dispatch_restage(p_job procrastinate_jobs, p_staged_i
 returns void
 language plpgsql
 set search_path from current
+set enable_seqscan = off
 as $$
 declare
   v_now constant timestamptz := dispatch_now();
@@ -400,6 +404,7 @@ returns trigger
 language plpgsql
 security definer
 set search_path from current
+set enable_seqscan = off
 as $$
 declare
   v_admission dispatch_admissions;
@@ -490,6 +495,7 @@ returns setof dispatch_job_state
 language plpgsql
 stable
 set search_path from current
+set enable_seqscan = off
 as $$
 begin
   return query
@@ -544,6 +550,7 @@ returns timestamptz
 language plpgsql
 stable
 set search_path from current
+set enable_seqscan = off
 as $$
 begin
   return (
@@ -583,6 +590,7 @@ create or replace function dispatch_cancel_job(p_id bigint, p_abort boolean, p_d
 returns boolean
 language plpgsql
 set search_path from current
+set enable_seqscan = off
 as $$
 begin
   -- A retry that waits has a row in procrastinate, so procrastinate cancels or deletes it.

@@ -48,6 +48,12 @@ returns timestamptz
 language plpgsql
 stable
 set search_path from current
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_hashjoin = off
+set enable_mergejoin = off
+set jit = off
 as $$
 begin
   return (

@@ -15,6 +15,7 @@ create or replace function dispatch_cancel(p_id bigint)
 returns boolean
 language plpgsql
 set search_path from current
+set enable_seqscan = off
 as $$
 declare
   v_job dispatch_staged_jobs;

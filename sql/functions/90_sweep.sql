@@ -38,6 +38,12 @@ create or replace function dispatch_sweep_orphans(p_now timestamptz, p_limit int
 returns bigint
 language plpgsql
 set search_path from current
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_hashjoin = off
+set enable_mergejoin = off
+set jit = off
 as $$
 declare
   v_policy text;
@@ -126,6 +132,12 @@ comment on function dispatch_buckets_full(dispatch_policies, dispatch_partitions
 create or replace function dispatch_sweep_partitions(p_now timestamptz, p_limit integer, out reconciled bigint, out forgotten bigint)
 language plpgsql
 set search_path from current
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_hashjoin = off
+set enable_mergejoin = off
+set jit = off
 as $$
 declare
   v_inactive_since constant timestamptz := p_now - make_interval(secs => dispatch_setting('partition_inactive_after')::double precision);

@@ -102,6 +102,7 @@ create table dispatch_dead_jobs (
   constraint dispatch_dead_jobs_pkey primary key (id)
 );
 create index dispatch_dead_jobs_policy_idx on dispatch_dead_jobs (policy_name, died_at);
+create unique index dispatch_dead_jobs_job_idx on dispatch_dead_jobs (job_id) where job_id is not null;
 comment on table dispatch_dead_jobs is 'Jobs that could not be handed off, each with its error. They stay until dispatch_requeue_dead() or dispatch_discard_dead().';
 comment on column dispatch_dead_jobs.id is 'Id of the staged job.';
 comment on column dispatch_dead_jobs.partition_id is 'dispatch_partition_id(policy_name, partition_key).';

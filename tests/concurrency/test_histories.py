@@ -135,7 +135,9 @@ class Session:
             self.conn.execute("select dispatch_finish(%s, true)", [job_id])
 
     def retry_failed(self) -> None:
-        job_id = self.any("select id from procrastinate_jobs where status = 'failed'")
+        job_id = self.any(
+            "select id from procrastinate_jobs where status = 'failed' and not abort_requested"
+        )
         if job_id is not None:
             with somebody_else_was_first:
                 self._retry(job_id)

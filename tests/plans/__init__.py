@@ -1,0 +1,1 @@
+"""How much a statement reads: no scan of a backlog, whatever its size."""
