@@ -706,6 +706,18 @@ def test_the_python_page_has_every_option_of_the_driver() -> None:
             assert float(default.strip("`") == "True" or default) == float(value)
 
 
+def test_the_python_page_has_every_action_that_the_driver_logs() -> None:
+    code = (ROOT / "pydispatch" / "driver.py").read_text(encoding="utf-8")
+    logged = {word for line in re.findall(r'"action": ([^}]+)', code) for word in _actions(line)}
+    text = section(page("docs/python.md"), "## The driver").partition("an `action`:")[2]
+    assert set(re.findall(r"`(\w+)`", text.partition(".\n")[0])) == logged
+
+
+def _actions(expression: str) -> list[str]:
+    """Return the actions of a record's extra: the first string, and an alternative to it."""
+    return re.findall(r'(?:^|else )"(\w+)"', expression)
+
+
 def test_the_errors_page_code_runs(
     dsn: str, conn: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
