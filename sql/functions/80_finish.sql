@@ -9,7 +9,7 @@ begin
   return dispatch_free_slot(p_job_id, p_succeeded);
 end;
 $$;
-comment on function dispatch_finish(bigint, boolean) is 'For workers other than procrastinate''s: job p_job_id ended, so its slot is free. True when it had one; calling again does nothing.';
+comment on function dispatch_finish(bigint, boolean) is 'For workers other than procrastinate''s: job p_job_id ended, so its slot is free. True when it had one; calling again does nothing. p_succeeded is an observation for adaptive_concurrency only where procrastinate has noted the job''s start, which tells its lag.';
 
 create or replace function dispatch_cancel(p_id bigint)
 returns boolean

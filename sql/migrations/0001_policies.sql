@@ -69,7 +69,7 @@ create table dispatch_tasks (
   constraint dispatch_tasks_name_check check (length(task_name) between 1 and 128)
 );
 create index dispatch_tasks_policy_idx on dispatch_tasks (policy_name);
-comment on table dispatch_tasks is 'Which policy a task follows. Written by dispatch_map_task(); read when a job that the policy never admitted comes back for a retry.';
+comment on table dispatch_tasks is 'Which policy a task follows. Written by dispatch_map_task(); a driver reads it to leave policies alone whose tasks its application does not have.';
 comment on column dispatch_tasks.task_name is 'procrastinate''s task name.';
 comment on column dispatch_tasks.policy_name is 'The policy its jobs follow.';
 
