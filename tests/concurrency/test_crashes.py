@@ -7,6 +7,7 @@ import contextlib
 import random
 import threading
 from collections.abc import AsyncIterator
+from datetime import datetime, timedelta
 from typing import Any
 
 import psycopg
@@ -17,7 +18,7 @@ from pydispatch.embedded import EmbeddedPostgres
 from tests.concurrency.app import LOG, OVERLAPS, Application, process, stage_work
 from tests.concurrency.stops import LIMIT, POINTS, Stops
 from tests.concurrency.support import assert_balanced, cap, column, define, places, value
-from tests.support import async_wait_for
+from tests.support import async_wait_for, set_clock, wait_for
 
 ROLES = ["driver", "sql-driver"]
 
@@ -141,6 +142,45 @@ async def test_drivers_that_are_killed_at_random_moments_lose_and_double_nothing
         survivor.stop()
         await task
     assert_all_ran_once(conn, ids)
+
+
+# case: a worker is killed with -9, and its slot comes back within the stale timeout, not a day
+@pytest.mark.parametrize("stalled", ["leave", "retry"])
+def test_a_worker_that_is_killed_gives_its_slots_back_after_the_stale_timeout_and_not_before(
+    application: Application, conn: psycopg.Connection, dsn: str, stalled: str
+):
+    define(conn, "work", **cap(2), stalled=stalled)
+    long = [{"k": "a", "cap": 2, "n": n, "seconds": 3600} for n in range(3)]
+    first, second, third = stage_work(conn, long)
+    assert value(conn, "select jobs_admitted from dispatch_tick('work')") == 2
+    with process("worker", dsn) as worker:
+        wait_for(lambda: value(conn, "select count(*) = 2 from run_log"), timeout=30)
+        worker.kill()
+        worker.wait()
+    # No worker is there to sign any more: from here on time is the test's own.
+    last_sign: datetime = value(conn, "select max(last_heartbeat) from procrastinate_workers")
+
+    def swept(seconds: float) -> int:
+        set_clock(conn, last_sign + timedelta(seconds=seconds))
+        query = "select affected from dispatch_sweep() where task = 'slots of lost workers'"
+        return int(value(conn, query))
+
+    assert swept(300) == 0
+    assert value(conn, "select count(*) from dispatch_inflight_jobs") == 2
+    assert value(conn, "select jobs_admitted from dispatch_tick('work')") == 0
+    assert swept(300.001) == 2
+    assert value(conn, "select count(*) from dispatch_inflight_jobs") == 0
+
+    # What was running stays in its partition, and counts there again when it is retried.
+    assert value(conn, "select jobs_admitted from dispatch_tick('work')") == (
+        2 if stalled == "retry" else 1
+    )
+    waiting = {"retry": {third: "staged"}, "leave": {}}[stalled]
+    assert places(conn) == {first: "in flight", second: "in flight", third: "in flight"} | waiting
+    slots = column(conn, "select staged_id from dispatch_inflight_jobs order by staged_id")
+    assert slots == ([first, second] if stalled == "retry" else [third])
+    assert column(conn, "select partition_key from dispatch_partitions") == ["a"]
+    assert swept(301) == 0
 
 
 class Enqueuer(threading.Thread):
