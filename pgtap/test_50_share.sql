@@ -1,6 +1,6 @@
 -- Sharing a tick: the decay that orders claims, max-min shares of a budget, and both through whole ticks.
 begin;
-select plan(49);
+select plan(52);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 
@@ -138,6 +138,20 @@ end $$;
 select is(
   (select string_agg(letter, '' order by letter) from regexp_split_to_table(pg_temp.tick('conserving'), '') as letter), 'aabbbccccd',
   'of a budget of 10, two go where the cap is 2, three where three wait, one where the rest is scheduled, the rest where there is more');
+
+-- case: tokens are spent twice when leftover budget goes round a second time in one tick
+do $$ begin
+  perform pg_temp.clock(7500);
+  perform dispatch_define_policy('leftover', '{"partition_by": "k", "tick_admission_budget": 30, "gates": [{"type": "throttle", "rate": {"ctx": "rate"}, "per": 3600}]}');
+  perform pg_temp.stage('leftover', 'a', 50, '{"rate": 2}'), pg_temp.stage('leftover', 'b', 3, '{"rate": 50}'), pg_temp.stage('leftover', 'c', 50, '{"rate": 12}'), pg_temp.stage('leftover', 'd', 50, '{"rate": 20}');
+end $$;
+select is(
+  (select string_agg(letter || jobs, ' ' order by letter) from (select letter, count(*) as jobs from regexp_split_to_table(pg_temp.tick('leftover'), '') as letter group by 1) as given),
+  'a2 b3 c12 d13', 'what tenants with few tokens leave of the budget goes to those who have more');
+select results_eq(
+  $$select partition_key, (gate_state -> 'throttle' ->> 'tokens')::numeric from dispatch_partitions where policy_name = 'leftover' order by 1$$,
+  $$values ('a', 0::numeric), ('b', 47), ('c', 0), ('d', 7)$$, 'each job that went has paid one token, however often the budget went round');
+select is(pg_temp.tick('leftover'), 'ddddddd', 'and the next tick finds what is left in the buckets');
 
 -- Weights
 do $$ begin
