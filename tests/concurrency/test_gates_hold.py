@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from datetime import datetime
 
 import psycopg
 import pytest
@@ -255,6 +256,33 @@ def test_ticks_at_once_share_one_bucket(
         assert total == 3 * tokens
         clock.advance({5: 0.3, 3: 0.1, 1: 9}[tokens])
     assert_balanced(conn)
+
+
+# case: an application server 60 s fast gets twice the rate; two servers at a window's edge reset
+# each other's count
+@pytest.mark.parametrize(
+    "begin",
+    ["2026-03-28T23:30+00:00", "2026-03-29T00:30+00:00", "2026-10-25T00:30+00:00"],
+    ids=["midnight", "clocks go forward", "clocks go back"],
+)
+def test_servers_with_other_clocks_and_time_zones_share_one_bucket(
+    tick: Tick, clock: Clock, conn, connect: Connect, monkeypatch: pytest.MonkeyPatch, begin: str
+):
+    clock.set(datetime.fromisoformat(begin))
+    define(conn, gates=[{"type": "throttle", "rate": 60, "per": 3600, "burst": 3}])
+    stage(conn, *["a"] * 100)
+    minute = 60.0
+    skews = {"Europe/Berlin": 0.0, "America/New_York": minute, "Pacific/Kiritimati": -3600.0}
+    servers = [(connect(options=f"-c timezone={zone}"), skew) for zone, skew in skews.items()]
+    real = time.time
+    total = 0
+    for passed in range(60):
+        for session, skew in servers:
+            with monkeypatch.context() as patch:
+                patch.setattr(time, "time", lambda skew=skew: real() + skew)
+                total += admitted(tick(session, "p"))
+            assert total == 3 + passed
+        clock.advance(minute)
 
 
 @pytest.mark.parametrize("point", POINTS)
