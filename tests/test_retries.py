@@ -93,7 +93,7 @@ async def test_a_task_is_tried_as_often_as_it_says_and_knows_which_try_it_is(
         "select type::text, count(*) from procrastinate_events where job_id = %s group by 1",
         [its_id],
     )
-    seen = dict(events.fetchall())
+    seen: dict[str, int] = dict(events.fetchall())
     assert seen.pop("scheduled", 0) <= 3
     assert seen == {"deferred": 1, "started": 4, "deferred_for_retry": 3, status: 1}
     conn.execute("select dispatch_fold('p', dispatch_now())")
