@@ -1,6 +1,6 @@
 -- Policies: what a definition may say, what it becomes, and what a change of it does.
 begin;
-select plan(168);
+select plan(169);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 set local client_min_messages = error; -- shards that are finer than partitions
@@ -70,8 +70,9 @@ from (values
   ('{"partition_by": [["a"]]}', 'partition_by[0] must be a dotted path, like "account.id". Its value is ["a"].', 'paths are not nested'),
   ('{"shard_by": ["a", null]}', 'shard_by[1] must be a dotted path, like "account.id". Its value is null.', 'shard_by is checked like partition_by'),
 
-  ('{"queue": 7}', 'queue must be a string of 1 to 128 characters. Its value is 7.', 'a queue is no number'),
-  ('{"queue": ""}', 'queue must be a string of 1 to 128 characters. Its value is "".', 'a queue has a name'),
+  ('{"queue": 7}', 'queue must be a string of 1 to 40 bytes. Its value is 7.', 'a queue is no number'),
+  ('{"queue": ""}', 'queue must be a string of 1 to 40 bytes. Its value is "".', 'a queue has a name'),
+  ('{"queue": "äääääääääääääääääääää"}', 'queue must be a string of 1 to 40 bytes. Its value is "äääääääääääääääääääää".', 'procrastinate takes no jobs of a queue with a longer name'),
 
   ('{"partition_batch_size": 0}', 'partition_batch_size must be at least 1. Its value is 0.', 'a tick claims one partition at least'),
   ('{"partition_batch_size": 10001}', 'partition_batch_size must be at most 10000. Its value is 10001.', 'a tick claims 10000 partitions at most'),

@@ -1,6 +1,6 @@
 -- Staging: keys, contexts, ids, locks, schedules; a bad job costs its batch and nothing else.
 begin;
-select plan(138);
+select plan(139);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 set local client_min_messages = error; -- shards that are finer than partitions
@@ -242,8 +242,8 @@ from (values
   ('{"task_name": "t", "args": [7]}', 'args must be an object', 'args are an object'),
   ('{"task_name": "t", "args": "{}"}', 'args must be an object', 'args are no text'),
   ('{"task_name": "t", "context": 7}', 'context must be an object', 'a context is an object'),
-  ('{"task_name": "t", "queue_name": ""}', 'queue_name must be a string of 1 to 128 characters', 'a queue has a name'),
-  (format('{"task_name": "t", "queue_name": "%s"}', repeat('x', 129)), 'queue_name must be a string of 1 to 128 characters', 'a queue''s name has 128 characters at most'),
+  ('{"task_name": "t", "queue_name": ""}', 'queue_name must be a string of 1 to 40 bytes', 'a queue has a name'),
+  (format('{"task_name": "t", "queue_name": "%s"}', repeat('x', 41)), 'queue_name must be a string of 1 to 40 bytes', 'procrastinate takes no jobs of a queue with a longer name'),
   ('{"task_name": "t", "lock": 7}', 'lock must be a string', 'a lock is a text'),
   ('{"task_name": "t", "queueing_lock": true}', 'queueing_lock must be a string', 'a queueing lock is a text'),
   ('{"task_name": "t", "priority": "5"}', 'priority must be a whole number between -2147483647 and 2147483647', 'a priority is no text'),
@@ -270,7 +270,8 @@ from (values
   ($$repeat('x', 129)$$, 'task_name must be a string of 1 to 128 characters', 'a task with too long a name'),
   ($$'t', '[7]'$$, 'args must be an object', 'args that are no object'),
   ($$'t', p_context => '7'$$, 'context must be an object', 'a context that is none'),
-  ($$'t', p_queue_name => ''$$, 'queue_name must be a string of 1 to 128 characters', 'a queue without a name'),
+  ($$'t', p_queue_name => ''$$, 'queue_name must be a string of 1 to 40 bytes', 'a queue without a name'),
+  ($$'t', p_queue_name => repeat('ä', 21)$$, 'queue_name must be a string of 1 to 40 bytes', 'a queue with too long a name'),
   ($$'t', p_priority => -2147483648$$, 'priority must be a whole number between -2147483647 and 2147483647', 'the priority of parked jobs'),
   ($$'t', p_scheduled_at => 'infinity'$$, 'scheduled_at must be an ISO 8601 time with its offset from UTC, like "2030-01-31T12:00:00+00:00"', 'a schedule that never comes')
 ) as bad (arguments, problem, sentence);

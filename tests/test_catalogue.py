@@ -30,6 +30,8 @@ NAMED_OTHERWISE = {"zz_dispatch_forget_parking"}
 FUNCTIONS = """
     select
         p.proname as name, p.oid::regprocedure::text as signature,
+        exists (select from aclexplode(coalesce(p.proacl, acldefault('f', p.proowner))) as acl
+            where acl.grantee = 0) as is_public,
         p.prosqlbody is not null as is_bound,
         coalesce(pg_get_function_sqlbody(p.oid), p.prosrc) as body,
         p.provolatile as volatility, p.proparallel as parallel, p.prosecdef as security_definer,
@@ -277,6 +279,17 @@ def test_trigger_functions_are_pinned_for_they_run_under_anybodys_path(functions
 def test_nothing_but_pinned_triggers_runs_with_the_owners_rights(functions):
     definers = [function for function in functions if function.security_definer]
     assert [f.signature for f in definers if not f.is_trigger or PIN not in f.settings] == []
+
+
+def test_nobody_may_make_triggers_of_what_runs_with_the_owners_rights(functions):
+    """On a table of anybody's they would free slots as its owner likes."""
+    definers = [function for function in functions if function.security_definer]
+    assert [f.signature for f in definers if f.is_public] == []
+
+
+def test_nothing_depends_on_the_language_of_messages(functions):
+    texts = re.compile(r"\b(?:pg_context|pg_exception_context|message_text)\b", re.IGNORECASE)
+    assert [f.signature for f in functions if texts.search(f.body)] == []
 
 
 def test_what_procrastinates_statements_fire_runs_with_the_owners_rights(conn):

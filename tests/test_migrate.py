@@ -306,6 +306,20 @@ class TestSchema:
         call = sql.SQL("select {}.dispatch_count()").format(sql.Identifier(name))
         assert db.execute(call).fetchone() == (0,)
 
+    def test_a_run_ticks_the_schema_that_it_is_in_whatever_the_path_is_and_was(self, db):
+        for schema in ("one", 'the "other"'):
+            db.execute(sql.SQL("create schema {}").format(sql.Identifier(schema)))
+            migrate(db, schema=schema, with_procrastinate=True)
+            db.execute(sql.SQL("set search_path to {}").format(sql.Identifier(schema)))
+            db.execute("select dispatch_define_policy('p', '{}')")
+            db.execute("call dispatch_run('1 second')")
+            db.execute("select dispatch_stage('p', 't')")
+        db.execute("call one.dispatch_run('1 second')")
+        waiting = "select count(*) from {}.dispatch_staged_jobs"
+        one = db.execute(sql.SQL(waiting).format(sql.Identifier("one"))).fetchone()
+        other = db.execute(sql.SQL(waiting).format(sql.Identifier('the "other"'))).fetchone()
+        assert (one, other) == ((0,), (1,))
+
     def test_two_schemas_live_side_by_side(self, db, write):
         db.execute("create schema other")
         root = write()

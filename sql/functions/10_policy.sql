@@ -283,8 +283,9 @@ begin
   v_policy.shard_by := dispatch_check_paths('shard_by', p_definition -> 'shard_by');
 
   if jsonb_typeof(coalesce(p_definition -> 'queue', 'null')) not in ('string', 'null')
-    or length(p_definition ->> 'queue') not between 1 and 128 then
-    perform dispatch_refuse_definition('queue', 'must be a string of 1 to 128 characters', p_definition -> 'queue');
+    -- procrastinate notifies a channel with the queue's name in it, and refuses every job of a queue that has a longer one.
+    or octet_length(p_definition ->> 'queue') not between 1 and 40 then
+    perform dispatch_refuse_definition('queue', 'must be a string of 1 to 40 bytes', p_definition -> 'queue');
   end if;
   v_policy.queue_name := coalesce(p_definition ->> 'queue', 'default');
 

@@ -9,7 +9,7 @@ stable
 strict
 as $$
 begin
-  if p_text !~* '^\d{4,}-\d\d-\d\d[t ]\d\d:\d\d(:\d\d(\.\d+)?)?\s*(z|[+-]\d\d(:?\d\d)?)$' then
+  if p_text !~* '^[0-9]{4,}-[0-9]{2}-[0-9]{2}[t ][0-9]{2}:[0-9]{2}(:[0-9]{2}([.][0-9]+)?)? *(z|[+-][0-9]{2}(:?[0-9]{2})?)$' then
     return null;
   end if;
   return p_text::timestamptz;
@@ -44,8 +44,8 @@ begin
       then 'args must be an object'
     when jsonb_typeof(p_job -> 'context') not in ('object', 'null')
       then 'context must be an object'
-    when jsonb_typeof(p_job -> 'queue_name') not in ('string', 'null') or length(p_job ->> 'queue_name') not between 1 and 128
-      then 'queue_name must be a string of 1 to 128 characters'
+    when jsonb_typeof(p_job -> 'queue_name') not in ('string', 'null') or octet_length(p_job ->> 'queue_name') not between 1 and 40
+      then 'queue_name must be a string of 1 to 40 bytes'
     when jsonb_typeof(p_job -> 'lock') not in ('string', 'null')
       then 'lock must be a string'
     when jsonb_typeof(p_job -> 'queueing_lock') not in ('string', 'null')
@@ -272,7 +272,7 @@ begin
       length(p_task_name) between 1 and 128
       and jsonb_typeof(p_args) = 'object'
       and coalesce(jsonb_typeof(p_context), 'object') = 'object'
-      and coalesce(length(p_queue_name), 1) between 1 and 128
+      and coalesce(octet_length(p_queue_name), 1) between 1 and 40
       and p_priority > -2147483648
       and coalesce(isfinite(p_scheduled_at), true)
     ) is true

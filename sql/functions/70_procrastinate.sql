@@ -637,6 +637,10 @@ end;
 $$;
 comment on function dispatch_stage_periodic(text, jsonb, text, bigint) is 'Stages a periodic task''s job for one of its times, at most once however many workers try: null when another was first. Errors as dispatch_stage_many().';
 
+-- A trigger on a table of anybody's would run these with the owner's rights, too, and free slots as it likes. To fire
+-- them, procrastinate's statements need no right on them.
+revoke all on function dispatch_retried(), dispatch_ended(), dispatch_forget_parking() from public;
+
 create or replace trigger dispatch_retried
   before update of status on procrastinate_jobs
   for each row

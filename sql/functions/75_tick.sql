@@ -77,38 +77,36 @@ end;
 $$;
 comment on function dispatch_next_due(text, text) is 'When the next tick is worth its while: a driver may sleep until then, or until it is notified. Null when nothing waits for a time; in the past when something is due.';
 
--- A procedure that commits may not pin its search_path. It finds its schema by its own name, and calls by full name.
+-- A procedure that commits may not pin its search_path, so it is made with the name of its schema in it.
+do $make$
+begin
+  execute replace($create$
 create or replace procedure dispatch_run(p_max_duration interval)
 language plpgsql
 as $$
 declare
   v_until constant timestamptz := clock_timestamp() + p_max_duration;
-  v_context text;
-  v_schema text;
   v_seen bigint;
   v_due boolean;
   v_notes bigint;
   v_notes_before bigint;
 begin
-  get diagnostics v_context = pg_context;
-  select n.nspname into v_schema
-  from pg_proc as p
-  join pg_namespace as n on n.oid = p.pronamespace
-  where p.oid = substring(v_context from 'function (.*\(.*?\)) line')::regprocedure;
-
   loop
-    execute format('select coalesce(sum(partitions_seen), 0) from %I.dispatch_tick()', v_schema) into v_seen;
+    select coalesce(sum(partitions_seen), 0) into v_seen from SCHEMA.dispatch_tick();
     commit;
-    execute format('select coalesce(%1$I.dispatch_next_due() <= %1$I.dispatch_now(), false)', v_schema) into v_due;
+    v_due := coalesce(SCHEMA.dispatch_next_due() <= SCHEMA.dispatch_now(), false);
     exit when clock_timestamp() >= v_until or not v_due;
     -- A tick that saw no partition may have folded notes, with more to come; else others hold what is due.
     v_notes := null;
     if v_seen = 0 then
-      execute format('select count(*) from %I.dispatch_inbox', v_schema) into v_notes;
+      select count(*) into v_notes from SCHEMA.dispatch_inbox;
       exit when v_notes = 0 or v_notes >= v_notes_before;
     end if;
     v_notes_before := v_notes;
   end loop;
 end;
-$$;
+$$
+  $create$, 'SCHEMA', quote_ident(current_schema()));
+end;
+$make$;
 comment on procedure dispatch_run(interval) is 'For cron: ticks all policies, committing each tick, until nothing is due (or other ticks hold all that is), or the time is up. Call it outside a transaction.';
