@@ -11,6 +11,7 @@ import pytest
 from procrastinate import App, JobContext, PsycopgConnector, RetryStrategy
 
 from pydispatch import Concurrency, Dispatch, Driver
+from tests.concurrency.support import value
 from tests.support import async_wait_for
 
 STRATEGIES = ["restage", "bypass"]
@@ -74,12 +75,8 @@ async def test_a_task_is_tried_as_often_as_it_says_and_knows_which_try_it_is(
             )
         )
         job_id = await application.task.defer_async(k="a")
-        ended = ("succeeded", "failed")
-
-        async def has_ended() -> bool:
-            return (await manager.get_job_status_async(job_id)).value in ended
-
-        await async_wait_for(has_ended, 30)
+        ended = "select dispatch_job_status(%s) in ('succeeded', 'failed')"
+        await async_wait_for(lambda: value(conn, ended, job_id), 30)
         status = (await manager.get_job_status_async(job_id)).value
         driver.stop()
         await running[0]
