@@ -106,7 +106,11 @@ select jsonb_build_object(
 
 
 def time(value: str | None) -> datetime:
-    return ALWAYS if value is None else datetime.fromisoformat(value)
+    if value is None:
+        return ALWAYS
+    # Python 3.10 reads six digits after the point, and Postgres writes as few as it needs.
+    whole, _, rest = value.partition(".")
+    return datetime.fromisoformat(f"{whole}.{rest[:-6]:0<6}{rest[-6:]}" if rest else whole)
 
 
 class Action(NamedTuple):
@@ -304,8 +308,8 @@ class Histories(RuleBasedStateMachine):
 
     def may_be_forgotten(self, partition: Partition) -> None:
         """Drop a partition that the database does not know (any more): nothing may be lost."""
-        notes = self.snapshot()["notes"]
-        if partition.newest_id == 0 or self.snapshot()["ids"][partition.key] in notes:
+        found = self.snapshot()
+        if partition.newest_id == 0 or found["ids"][partition.key] in found["notes"]:
             return  # not folded in yet
         model = self.model
         assert not model.staged(partition.key)
@@ -447,10 +451,10 @@ class Histories(RuleBasedStateMachine):
                 assert all(got[other] <= got[key] + 1 for other in got), "not shared fairly"
 
     def learn_job_ids(self) -> None:
-        admissions = self.snapshot()["admissions"]
-        for job in self.model.by_state("queued"):
-            if job.job_id is None:
-                job.job_id = admissions[str(job.id)]
+        new = [job for job in self.model.by_state("queued") if job.job_id is None]
+        admissions = self.snapshot()["admissions"] if new else {}
+        for job in new:
+            job.job_id = admissions[str(job.id)]
 
     @sometimes(3)
     def tick_until_nothing_is_due(self) -> None:
@@ -547,8 +551,14 @@ class Histories(RuleBasedStateMachine):
     # What always holds.
 
     @invariant()
-    def every_job_is_in_one_place(self) -> None:
-        model, found = self.model, self.snapshot()
+    def what_always_holds(self) -> None:
+        found = self.snapshot()
+        self.every_job_is_in_one_place(found)
+        self.counters_are_sums_of_rows_and_notes(found)
+        self.buckets_hold_what_they_should(found["partitions"])
+
+    def every_job_is_in_one_place(self, found: dict[str, Any]) -> None:
+        model = self.model
         assert found["handoffs"] == 0
         staged = {
             str(job.id): (job.key, job.priority, job.eligible_at, job.job_id, job.attempts)
@@ -589,9 +599,7 @@ class Histories(RuleBasedStateMachine):
             id_: (row["job_id"], time(row["admitted_at"])) for id_, row in found["slots"].items()
         }
 
-    @invariant()
-    def counters_are_sums_of_rows_and_notes(self) -> None:
-        found = self.snapshot()
+    def counters_are_sums_of_rows_and_notes(self, found: dict[str, Any]) -> None:
         nothing = {"pending": 0, "finished": 0}
         for key, id_ in found["ids"].items():
             notes = found["notes"].get(id_, nothing)
@@ -602,9 +610,7 @@ class Histories(RuleBasedStateMachine):
             if staged and id_ not in found["notes"]:
                 assert partition["due_at"] is not None, "jobs wait and nobody will look"
 
-    @invariant()
-    def buckets_hold_what_they_should(self) -> None:
-        partitions = self.snapshot()["partitions"]
+    def buckets_hold_what_they_should(self, partitions: dict[str, Any]) -> None:
         for key, row in partitions.items():
             buckets = self.model.partition(key).buckets
             assert set(row["gates"]) == set(buckets)
@@ -651,7 +657,7 @@ def test_any_history_agrees_with_the_model(db: Database) -> None:
         def __init__(self) -> None:
             super().__init__(db)
 
-    run_state_machine_as_test(Here, settings=tries(40))
+    run_state_machine_as_test(Here, settings=tries(30))
 
 
 def test_a_partition_is_not_forgotten_before_its_notes_are_folded_in(db: Database) -> None:
