@@ -12,7 +12,7 @@ from tests.concurrency.support import assert_balanced, value
 from tests.support import wait_for
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_four_drivers_and_three_workers_run_every_job_once_within_its_cap(
     dsn: str, conn: psycopg.Connection
 ):
@@ -38,7 +38,7 @@ def test_four_drivers_and_three_workers_run_every_job_once_within_its_cap(
                 value(conn, "select count(*) = %s from run_log", 2 * jobs)
                 and not value(conn, "select count(*) from dispatch_inflight_jobs")
             ),
-            timeout=240,
+            timeout=540,
         )
     starts = conn.execute(
         "select count(*), count(distinct n), count(distinct job_id)"
