@@ -140,7 +140,7 @@ begin
       -- A finish lifts what only waits for slots; a new context or a lifted pause lifts everything.
       case
         when any_resumed or (sums.newest_id > held.newest_id and sums.context <> held.context) then null
-        when any_finished then held.blocked_after_finish
+        when any_finished and held.blocked_until is not null then held.blocked_after_finish
         else held.blocked_until
       end as still_blocked_until
     from sums

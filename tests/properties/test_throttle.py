@@ -208,3 +208,15 @@ def test_a_raised_rate_counts_for_a_partition_that_was_empty_meanwhile(db: Datab
         db.advance(Fraction(1))
         backlog(db, 1, throttle("throttle", 1, 1))
         assert db.tick("p")["jobs_admitted"] == 1
+
+
+def test_a_finish_does_not_bring_back_a_limit_that_was_lifted(db: Database) -> None:
+    with db.rehearsal():
+        backlog(db, 1, throttle("throttle", 1, 3600))
+        assert db.tick("p")["jobs_admitted"] == 1
+        db.define("p")
+        db.tick("p")
+        job_id = db.one("select job_id from dispatch_inflight_jobs")
+        assert db.one("select dispatch_finish(%s, true)", job_id)
+        db.stage("p", [{"task_name": "t"}])
+        assert db.tick("p")["jobs_admitted"] == 1
