@@ -17,6 +17,7 @@ from procrastinate import App
 from procrastinate.jobs import Job
 from procrastinate.manager import JobManager
 from procrastinate.tasks import Task
+from procrastinate.testing import InMemoryConnector
 from typing_extensions import LiteralString, Unpack
 
 from pydispatch import errors
@@ -243,6 +244,8 @@ class Dispatch:
     def sync(self, connection: Any | None = None) -> None:
         """Write the declared policies, and which tasks follow which, all or nothing.
 
+        Does nothing with procrastinate's ``InMemoryConnector``: there is no database.
+
         Args:
             connection: One that the application's connector takes, such as psycopg's
                 ``Connection``, to do it in the caller's transaction. Default: one of the
@@ -253,6 +256,8 @@ class Dispatch:
             UnknownPolicy: A task follows a policy that is declared nowhere.
         """
         connector = self.app.connector.get_sync_connector()
+        if isinstance(connector, InMemoryConnector):
+            return
         (step,) = self.sync_steps()
         with errors.translate():
             if connection is None:
@@ -265,6 +270,8 @@ class Dispatch:
     async def sync_async(self, connection: Any | None = None) -> None:
         """Do the same as ``sync``."""
         connector = self.app.connector
+        if isinstance(connector, InMemoryConnector):
+            return
         (step,) = self.sync_steps()
         with errors.translate():
             if connection is None:

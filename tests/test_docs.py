@@ -364,8 +364,9 @@ def test_a_key_of_a_policy_has_the_range_and_default_that_the_page_says(
         low, high = numbers
         good: list[Any]
         bad: list[Any]
-        if "characters" in span:
-            good, bad = ["x" * int(low), "x" * int(high)], ["", "x" * int(high + 1)]
+        if "bytes" in span:
+            good = ["x" * int(low), "x" * int(high), "ä" * int(high / 2)]
+            bad = ["", "x" * int(high + 1), "ä" * int(high / 2 + 1)]
         elif "whole" in value:
             good, bad = [int(low), int(high)], [int(low) - 1, int(high) + 1, low + 0.5]
         else:

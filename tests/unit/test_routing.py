@@ -266,6 +266,13 @@ def test_without_a_database_jobs_go_straight_to_the_queue(app, dispatch):
     assert fetch.batch_defer({"n": 2}, {"n": 3}) == [first + 1, first + 2]
 
 
+async def test_in_memory_there_is_nothing_to_sync(app, dispatch):
+    dispatch.policy(Policy("p"))("fetch")
+    dispatch.sync()
+    await dispatch.sync_async()
+    assert app.connector.queries == []
+
+
 def test_a_connector_that_is_replaced_for_a_while_decides(app, dispatch):
     dispatch.policy("p")("fetch")
     real = app.connector
