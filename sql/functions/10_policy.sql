@@ -423,6 +423,17 @@ end;
 $$;
 comment on function dispatch_policy(text) is 'The row of a policy. Raises PD001 when there is none.';
 
+create or replace function dispatch_operate_alone(p_policy text)
+returns void
+language plpgsql
+set search_path from current
+as $$
+begin
+  perform pg_advisory_xact_lock('dispatch_policies'::regclass::oid::integer, hashtext(p_policy));
+end;
+$$;
+comment on function dispatch_operate_alone(text) is 'Waits for whoever forces, drains or drops the policy until that transaction ends. They fold, which locks partitions in any order, and then wait for others: two at once could wait in a circle.';
+
 create or replace function dispatch_drop_policy(p_name text, p_force boolean default false)
 returns void
 language plpgsql
@@ -433,6 +444,7 @@ declare
   v_waiting bigint[];
 begin
   perform dispatch_policy(p_name);
+  perform dispatch_operate_alone(p_name);
   while dispatch_fold(p_name, v_now) > 0 loop
     null;
   end loop;

@@ -74,6 +74,7 @@ begin
     perform dispatch_raise('PD009', format('p_limit must lie between 1 and 10000, not %s', coalesce(p_limit::text, 'null')), null,
       'Call again for more.');
   end if;
+  perform dispatch_operate_alone(p_policy);
   perform dispatch_fold(p_policy, dispatch_now());
   return dispatch_force(v_policy, dispatch_partition_id(p_policy, p_partition_key), p_limit);
 end;
@@ -96,6 +97,7 @@ begin
     perform dispatch_raise('PD009', format('p_limit must lie between 1 and 100000, not %s', coalesce(p_limit::text, 'null')), null,
       'Call again for more.');
   end if;
+  perform dispatch_operate_alone(p_policy);
   perform dispatch_fold(p_policy, dispatch_now());
   v_result.admitted := 0;
   for v_partition_id in
