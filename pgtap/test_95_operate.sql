@@ -1,6 +1,6 @@
 -- The operator's hand: pause, force-admit and drain, and what to do with dead jobs.
 begin;
-select plan(80);
+select plan(81);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 
@@ -207,6 +207,7 @@ select results_eq(
   'what is scheduled stays, and the answer says until when');
 select results_eq(
   $$ select admitted, ready, later from dispatch_drain('drain') $$, $$ values (0, 0::bigint, 3::bigint) $$, 'again and again');
+select ok((pg_temp.partition('drain', 'c')).last_checked_at is null, 'what has nothing to drain is not looked at');
 do $$
 begin
   perform pg_temp.at(2400);

@@ -99,14 +99,16 @@ begin
   end if;
   perform dispatch_operate_alone(p_policy);
   perform dispatch_fold(p_policy, dispatch_now());
+  v_now := dispatch_now();
   v_result.admitted := 0;
   for v_partition_id in
-    select id
-    from dispatch_partitions
-    where policy_name = p_policy
-      and due_at is not null
-      and (v_only is null or id = v_only)
-    order by id
+    select p.id
+    from dispatch_partitions as p
+    where p.policy_name = p_policy
+      and p.due_at is not null
+      and (v_only is null or p.id = v_only)
+      and exists (select from dispatch_staged_jobs as s where s.partition_id = p.id and s.eligible_at <= v_now)
+    order by p.id
   loop
     exit when v_result.admitted >= p_limit;
     v_result.admitted := v_result.admitted + dispatch_force(v_policy, v_partition_id, p_limit - v_result.admitted);
