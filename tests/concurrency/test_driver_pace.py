@@ -138,7 +138,7 @@ async def test_an_idle_driver_runs_two_statements_a_second_at_most(
                 seen[kind].add(moment)
             await asyncio.sleep(0.002)
     counts = [len(moments) for moments in seen.values()]
-    assert max(counts) <= 2 * elapsed + 3, "and three that end what went before"
+    assert max(counts) <= 2 * elapsed + 6, "and a few that end what went before"
     assert min(counts) >= elapsed, "nothing was seen"
 
 
