@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import psycopg
 import pytest
@@ -25,6 +26,14 @@ settings.register_profile(
 )
 settings.register_profile("long", settings.get_profile("short"), derandomize=False)
 settings.load_profile(os.environ.get("PROPERTIES", "short"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let a long run take its time."""
+    if os.environ.get("PROPERTIES") == "long":
+        for item in items:
+            if item.path.parent == Path(__file__).parent:
+                item.add_marker(pytest.mark.timeout(0))
 
 
 @pytest.fixture(scope="module")
