@@ -20,8 +20,11 @@ _Key = Annotated[str, typer.Argument(metavar="KEY", help="A partition.")]
 _OptionalKey = Annotated[
     str | None, typer.Argument(metavar="KEY", help="A partition. Default: the whole policy.")
 ]
-_Id = Annotated[int, typer.Argument(metavar="ID", help="What defer returned.")]
-_Ids = Annotated[list[int], typer.Argument(metavar="ID...", help="What defer returned.")]
+_BIGINT = 2**63 - 1
+_Id = Annotated[int, typer.Argument(metavar="ID", max=_BIGINT, help="What defer returned.")]
+_Ids = Annotated[
+    list[int], typer.Argument(metavar="ID...", max=_BIGINT, help="What defer returned.")
+]
 
 dead = typer.Typer(no_args_is_help=True)
 app.add_typer(dead, name="dead", rich_help_panel=_PANEL, help="Jobs that could not be handed off.")
@@ -56,7 +59,7 @@ def force_admit(
     session: Session,
     policy: _Policy,
     key: _Key,
-    limit: Annotated[int, typer.Option(help="How many jobs.")] = 1,
+    limit: Annotated[int, typer.Option(max=10_000, help="How many jobs.")] = 1,
 ) -> None:
     """Admit the next jobs of a partition past its gates; they count in flight."""
     (row,) = query(
@@ -74,7 +77,7 @@ def drain(
     session: Session,
     policy: _Policy,
     key: _OptionalKey = None,
-    limit: Annotated[int, typer.Option(help="How many jobs at most.")] = 10_000,
+    limit: Annotated[int, typer.Option(max=100_000, help="How many jobs at most.")] = 10_000,
 ) -> None:
     """Admit all that is due past the gates, and say what is left and why."""
     rows = query(
@@ -108,7 +111,7 @@ def cancel(session: Session, job_id: _Id) -> None:
 def dead_list(
     session: Session,
     policy: Annotated[str | None, typer.Option(help="Of this policy only.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="How many at most.")] = 100,
+    limit: Annotated[int, typer.Option(min=1, max=_BIGINT, help="How many at most.")] = 100,
 ) -> None:
     """Show them with their errors, the oldest first."""
     rows = query(

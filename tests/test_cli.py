@@ -257,6 +257,21 @@ class TestOperate:
         assert conn.execute("select id from dispatch_staged_jobs").fetchall() == []
         assert cli("cancel", str(job_id), code=1).stderr.startswith("error PD006: ")
 
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            ["cancel", str(2**63)],
+            ["job", str(2**63)],
+            ["dead", "requeue", str(2**63)],
+            ["dead", "list", "--limit", str(2**63)],
+            ["drain", "p", "--limit", "3000000000"],
+            ["force-admit", "p", "7", "--limit", "3000000000"],
+        ],
+        ids=" ".join,
+    )
+    def test_what_the_database_cannot_count_to_is_bad_usage(self, cli, arguments):
+        assert "Invalid value" in cli(*arguments, code=2).stderr
+
     def test_job(self, cli, conn):
         stage(conn, "p", 1)
         ((job_id,),) = conn.execute("select id from dispatch_staged_jobs").fetchall()
