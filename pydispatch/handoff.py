@@ -163,7 +163,7 @@ class Handoff:
     def __init__(self, dispatch: Dispatch | None) -> None:
         self._dispatch = dispatch
         connector = dispatch.app.connector if dispatch else None
-        self._dumps, self._loads = _json_functions(connector)
+        self._dumps, self._loads = json_functions(connector)
         # Both only ever use the connection that they are given.
         self._manager = JobManager(SyncPsycopgConnector(json_dumps=self._dumps))
         self._async_manager = JobManager(PsycopgConnector(json_dumps=self._dumps))
@@ -401,7 +401,7 @@ def _result(row: dict[str, Any]) -> TickResult:
     )
 
 
-def _json_functions(
+def json_functions(
     connector: BaseConnector | None,
 ) -> tuple[Callable[..., Any] | None, Callable[[str], Any]]:
     """Return the application's json_dumps (or None) and json_loads.

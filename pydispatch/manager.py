@@ -16,7 +16,7 @@ import dataclasses
 import datetime
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from procrastinate import exceptions, types
@@ -26,14 +26,15 @@ from procrastinate.testing import InMemoryConnector
 from typing_extensions import LiteralString
 
 from pydispatch import errors
+from pydispatch.handoff import json_functions
 
 if TYPE_CHECKING:
     from pydispatch.dispatch import Dispatch
 
 logger = logging.getLogger(__name__)
 
-# The arguments of each job stand alone, so that the connector writes them with the application's
-# own json_dumps as it does for procrastinate. All else is plain JSON.
+# Arguments are handed to the connector as they are, so that it writes them with the application's
+# own json_dumps as it does for procrastinate.
 
 STAGE: LiteralString = """
 select dispatch_stage(
@@ -51,15 +52,8 @@ select dispatch_stage(
 
 STAGE_MANY: LiteralString = """
 select {part} as part, staged.position, staged.id
-from dispatch_stage_many(
-  %(policy_{part})s,
-  (
-    select coalesce(jsonb_agg(job || jsonb_build_object('args', args) order by position), '[]')
-    from rows from (
-      jsonb_array_elements(%(jobs_{part})s::jsonb), unnest(%(args_{part})s::jsonb[])
-    ) with ordinality as jobs (job, args, position)
-  )
-) with ordinality as staged (id, position)
+from dispatch_stage_many(%(policy_{part})s, %(batch_{part})s::jsonb -> 'jobs')
+  with ordinality as staged (id, position)
 """
 
 QUEUE_MANY: LiteralString = """
@@ -121,6 +115,7 @@ class DispatchJobManager(JobManager):
     def __init__(self, dispatch: Dispatch) -> None:
         super().__init__(dispatch.app.connector)
         self.dispatch = dispatch
+        self._json_dumps, _ = json_functions(dispatch.app.connector)
 
     def batch_defer_jobs(self, jobs: list[Job], connection: Any | None = None) -> list[Job]:
         """Stage or queue jobs, all or none; see procrastinate.
@@ -277,10 +272,8 @@ class DispatchJobManager(JobManager):
                 continue
             parts.append(STAGE_MANY.format(part=number))
             arguments[f"policy_{part}"] = policy
-            arguments[f"args_{part}"] = [job.task_kwargs for job in batch]
-            arguments[f"jobs_{part}"] = _json_array(
-                (job, cast(Route, routes[place])) for job, place in zip(batch, members, strict=True)
-            )
+            batch_routes = [cast(Route, routes[place]) for place in members]
+            arguments[f"batch_{part}"] = _batch(batch, batch_routes, self._json_dumps)
         query = " union all ".join(parts) + " order by part, position"
         order = [place for members in places.values() for place in members]
         return Plan(query, arguments, jobs, order)
@@ -350,8 +343,31 @@ def _utc(moment: datetime.datetime | None) -> str | None:
     return None if moment is None else moment.astimezone(datetime.timezone.utc).isoformat()
 
 
-def _json_array(jobs: Iterator[tuple[Job, Route]]) -> str:
-    return "[" + ",".join(_json(_envelope(job, route), job) for job, route in jobs) + "]"
+def _batch(
+    jobs: list[Job], routes: list[Route], json_dumps: Callable[..., str | bytes] | None
+) -> dict[str, Any] | str:
+    """Return jobs as ``dispatch_stage_many`` takes them, below the key ``jobs``.
+
+    The driver writes it as JSON, unless the application has a json_dumps: that one gets the
+    arguments of each job and nothing else.
+    """
+    envelopes = [_envelope(job, route) for job, route in zip(jobs, routes, strict=True)]
+    for job, route in zip(jobs, routes, strict=True):
+        if route.context is not None:
+            _json(route.context, job)  # for the error that names the job
+    if json_dumps is None:
+        return {
+            "jobs": [
+                {**envelope, "args": job.task_kwargs}
+                for envelope, job in zip(envelopes, jobs, strict=True)
+            ]
+        }
+    texts = []
+    for envelope, job in zip(envelopes, jobs, strict=True):
+        args = json_dumps(job.task_kwargs)
+        text = args.decode() if isinstance(args, bytes) else args
+        texts.append(f'{json.dumps(envelope)[:-1]}, "args": {text}}}')
+    return f'{{"jobs": [{", ".join(texts)}]}}'
 
 
 def _json(value: Mapping[str, Any], job: Job) -> str:

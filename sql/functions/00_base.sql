@@ -37,14 +37,15 @@ immutable
 parallel safe
 as $$
 begin
-  return case cardinality(p_paths)
-    when 0 then ''
-    when 1 then coalesce(p_context #>> string_to_array(p_paths[1], '.'), '')
-    else (
-      select jsonb_agg(p_context #> string_to_array(path, '.') order by ordinality)::text
-      from unnest(p_paths) with ordinality as paths (path, ordinality)
-    )
-  end;
+  if cardinality(p_paths) = 0 then
+    return '';
+  elsif cardinality(p_paths) = 1 then
+    return coalesce(p_context #>> string_to_array(p_paths[1], '.'), '');
+  end if;
+  return (
+    select jsonb_agg(p_context #> string_to_array(path, '.') order by ordinality)::text
+    from unnest(p_paths) with ordinality as paths (path, ordinality)
+  );
 end;
 $$;
 comment on function dispatch_partition_key(text[], jsonb) is 'The partition key of a context: the value at one path as text (empty when missing or null), or the values at several as the text of a JSON array.';

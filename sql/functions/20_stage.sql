@@ -93,9 +93,11 @@ immutable
 parallel safe
 as $$
 begin
-  if p_paths = '{}' or not exists (
-    select from unnest(p_paths) as path where p_context #>> string_to_array(path, '.') <> ''
-  ) then
+  -- On its own, so that the usual case is one look at an array.
+  if p_paths = '{}' then
+    return 'default';
+  end if;
+  if not exists (select from unnest(p_paths) as path where p_context #>> string_to_array(path, '.') <> '') then
     return 'default';
   end if;
   return dispatch_partition_key(p_paths, p_context);
@@ -113,16 +115,20 @@ declare
   v_part jsonb := '{}';
   v_dotted text;
   v_path text[];
+  v_value jsonb;
 begin
   foreach v_dotted in array p_paths loop
     v_path := string_to_array(v_dotted, '.');
-    if p_args #> v_path is not null then
+    v_value := p_args #> v_path;
+    if v_value is not null and cardinality(v_path) = 1 then
+      v_part := v_part || jsonb_build_object(v_dotted, v_value);
+    elsif v_value is not null then
       for v_depth in 1 .. cardinality(v_path) - 1 loop
         if jsonb_typeof(v_part #> v_path[:v_depth]) is distinct from 'object' then
           v_part := jsonb_set(v_part, v_path[:v_depth], '{}');
         end if;
       end loop;
-      v_part := jsonb_set(v_part, v_path, p_args #> v_path);
+      v_part := jsonb_set(v_part, v_path, v_value);
     end if;
   end loop;
   return v_part;
@@ -140,11 +146,13 @@ declare
   v_now constant timestamptz := dispatch_now();
   v_policy constant dispatch_policies := dispatch_policy(p_policy);
   v_ids bigint[];
+  v_staged bigint;
   v_held record;
   v_full record;
 begin
   perform dispatch_refuse_jobs(p_jobs);
 
+  -- Materialized, each step, so that what a step makes is made once and not wherever a later step names it.
   with given as materialized (
     select
       dispatch_next_job_id() as id,
@@ -154,10 +162,10 @@ begin
       nullif(job -> 'context', 'null') as context,
       dispatch_parse_time(job ->> 'scheduled_at') as scheduled_at
     from jsonb_array_elements(p_jobs) with ordinality as given (job, position)
-  ), contexts as (
+  ), contexts as materialized (
     select *, coalesce(context, dispatch_named_part(args, v_policy.context_paths)) as kept
     from given
-  ), keyed as (
+  ), keyed as materialized (
     select *, dispatch_partition_key(v_policy.partition_by, kept) as partition_key
     from contexts
   ), jobs as materialized (
@@ -172,7 +180,6 @@ begin
       job ->> 'task_name', coalesce(job ->> 'queue_name', v_policy.queue_name),
       job ->> 'lock', job ->> 'queueing_lock', args, kept
     from jobs
-    order by position
     on conflict (queueing_lock) where queueing_lock is not null and job_id is null do nothing
     returning id
   ), partitions as (
@@ -187,20 +194,21 @@ begin
       newest.kept
     from partitions
     join jobs as newest on newest.id = partitions.newest_id
-    order by partitions.partition_id
   )
-  select array_agg(staged.id order by jobs.position)
-  into v_ids
-  from jobs
-  left join staged on staged.id = jobs.id;
+  select coalesce(array_agg(id order by position), '{}'), (select count(*) from staged)
+  into v_ids, v_staged
+  from jobs;
 
-  -- A queueing lock is held by a job that waits here (no row came back) or that procrastinate has queued.
-  if array_position(v_ids, null) is not null or p_jobs @? '$[*].queueing_lock ? (@ != null)' then
+  -- A queueing lock is held by a job that waits here (no row was written) or that procrastinate has queued.
+  if v_staged < cardinality(v_ids) or p_jobs @? '$[*].queueing_lock ? (@ != null)' then
     select position - 1 as position, job ->> 'queueing_lock' as queueing_lock
     into v_held
     from jsonb_array_elements(p_jobs) with ordinality as given (job, position)
     where job ->> 'queueing_lock' is not null
-      and (v_ids[position] is null or dispatch_queueing_lock_queued(job ->> 'queueing_lock'))
+      and (
+        (select s.id from dispatch_staged_jobs as s where s.id = v_ids[position]) is null
+        or dispatch_queueing_lock_queued(job ->> 'queueing_lock')
+      )
     order by position
     limit 1;
     if found then
@@ -218,7 +226,9 @@ begin
       where s.id = any (v_ids)
       group by s.partition_id, s.partition_key
     ) as added
-    left join dispatch_partitions as p on p.id = added.partition_id
+    left join lateral (
+      select pending_count from dispatch_partitions where id = added.partition_id limit 1
+    ) as p on true
     where coalesce(p.pending_count, 0) + added.jobs > v_policy.max_pending
     order by added.partition_key
     limit 1;
@@ -228,7 +238,7 @@ begin
     end if;
   end if;
 
-  if v_ids is not null then
+  if v_ids <> '{}' then
     perform dispatch_wake(p_policy);
   end if;
   return query select unnest(v_ids);

@@ -2,14 +2,21 @@
 -- Invariants: a note is folded exactly once, in the transaction that deletes it; a partition's notes are folded in
 -- the order of their ids; sums are never clamped, so that they come out right in any order; nothing here waits for
 -- another tick: notes and partitions that one holds are left to it.
--- The planner settings are pinned where a cached plan meets tables that grow from nothing to millions of rows within
--- its life: every row is found by index, whatever the statistics said when the plan was made.
+-- A cached plan meets tables that grow from nothing to millions of rows within its life, so nothing here and in the files
+-- of the tick leaves it to statistics how a row is found. Planner settings are pinned, and each statement has a form that
+-- can be done in one way only: a look-up by key stands in a lateral with a limit (the planner may turn a join round and
+-- read the whole table), what was locked before is changed by its ctid, the first of an index is asked for by order and
+-- limit (with sorting off) rather than by min or exists.
 
 create or replace function dispatch_notes_in_other_hands(p_policy text, p_notes dispatch_inbox[])
 returns uuid[]
 language plpgsql
 stable
 set search_path from current
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
 as $$
 declare
   v_last constant bigint := p_notes[cardinality(p_notes)].id;
@@ -18,13 +25,12 @@ begin
     return '{}';
   end if;
   return array(
-    select distinct i.partition_id
+    select distinct partition_id
     from (
-      select id from dispatch_inbox where policy_name = p_policy and id <= v_last
+      select id, partition_id from dispatch_inbox where policy_name = p_policy and id <= v_last
       except
-      select id from unnest(p_notes)
+      select id, partition_id from unnest(p_notes)
     ) as others
-    join dispatch_inbox as i on i.policy_name = p_policy and i.id = others.id
   );
 end;
 $$;
@@ -34,21 +40,27 @@ create or replace function dispatch_in_other_hands(p_policy text, p_partitions u
 returns uuid[]
 language plpgsql
 set search_path from current
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
 as $$
 declare
-  v_ours integer[];
+  v_theirs integer[];
 begin
-  v_ours := array(
+  if p_partitions = '{}' then
+    return '{}';
+  end if;
+  v_theirs := array(
     select bucket
     from (select distinct dispatch_bucket(p_policy, id) from unnest(p_partitions) as id) as buckets (bucket)
-    where pg_try_advisory_xact_lock('dispatch_partitions'::regclass::oid::integer, bucket)
+    where not pg_try_advisory_xact_lock('dispatch_partitions'::regclass::oid::integer, bucket)
   );
   -- In a later statement, so that what was created before a lock became free is seen.
   return array(
-    select given.id
-    from unnest(p_partitions) as given (id)
-    where dispatch_bucket(p_policy, given.id) <> all (v_ours)
-      or exists (select from dispatch_partitions as p where p.id = given.id)
+    select id from unnest(p_partitions) as id where dispatch_bucket(p_policy, id) = any (v_theirs)
+    union
+    select p.id from dispatch_partitions as p where p.id = any (p_partitions)
   );
 end;
 $$;
@@ -74,26 +86,27 @@ set jit = off
 as $$
 declare
   v_notes dispatch_inbox[];
+  v_places tid[];
   v_partitions uuid[];
   v_held dispatch_partitions[];
   v_rows tid[];
   v_left uuid[];
-  v_folded integer;
   v_observations dispatch_observation[];
 begin
-  v_notes := array(
-    select i
+  select array_agg(locked.note), array_agg(locked.place)
+  into v_notes, v_places
+  from (
+    select i as note, i.ctid as place
     from dispatch_inbox as i
     where i.policy_name = p_policy
     order by i.id
     limit p_limit
     for update skip locked
-  );
-  if cardinality(v_notes) = 0 then
+  ) as locked;
+  if v_notes is null then
     return 0;
   end if;
 
-  v_left := dispatch_notes_in_other_hands(p_policy, v_notes);
   v_partitions := array(select distinct partition_id from unnest(v_notes));
   select array_agg(held.place), array_agg(held.partition)
   into v_rows, v_held
@@ -104,21 +117,21 @@ begin
     order by p.id
     for update skip locked
   ) as held;
-  v_left := v_left || dispatch_in_other_hands(p_policy, array(
+  v_left := dispatch_notes_in_other_hands(p_policy, v_notes) || dispatch_in_other_hands(p_policy, array(
     select unnest(v_partitions)
     except
     select id from unnest(v_held)
   ));
+  if v_left <> '{}' then
+    select coalesce(array_agg(note), '{}'), coalesce(array_agg(place), '{}')
+    into v_notes, v_places
+    from (select unnest(v_notes) as note, unnest(v_places) as place) as locked
+    where (note).partition_id <> all (v_left);
+  end if;
 
-  with mine as materialized (
-    select *
-    from unnest(v_notes) as note
-    where partition_id <> all (v_left)
-  ), folded as (
-    delete from dispatch_inbox
-    where policy_name = p_policy
-      and id = any (array(select id from mine))
-  ), sums as (
+  delete from dispatch_inbox where ctid = any (v_places);
+  with sums as (
+    -- The newest context counts; the key is the same in all notes; the shard is that of the first job.
     select
       partition_id,
       coalesce(sum(jobs) filter (where kind <> 'finished'), 0) as jobs,
@@ -127,10 +140,10 @@ begin
       bool_or(kind = 'resumed') as any_resumed,
       min(due_at) as due_at,
       max(newest_id) as newest_id,
-      (array_agg(context order by newest_id desc) filter (where kind = 'staged'))[1] as context,
-      (array_agg(partition_key order by id) filter (where kind = 'staged'))[1] as partition_key,
-      (array_agg(shard order by id) filter (where kind = 'staged'))[1] as shard
-    from mine
+      (array_agg(context) filter (where kind = 'staged'))[1] as context,
+      max(partition_key) as partition_key,
+      (array_agg(shard) filter (where kind = 'staged'))[count(*) filter (where kind = 'staged')] as shard
+    from (select * from unnest(v_notes) order by partition_id, newest_id desc, id desc) as newest_first
     group by partition_id
   ), changes as materialized (
     select
@@ -165,24 +178,24 @@ begin
       )
     from changes
     where p.ctid = changes.place
-  ), created as (
-    insert into dispatch_partitions (id, policy_name, partition_key, shard, context, newest_id, pending_count, due_at, first_seen_at)
-    select partition_id, p_policy, partition_key, shard, context, newest_id, jobs, due_at, p_now
-    from changes
-    where place is null
-      and partition_key is not null
-    order by partition_id
   )
-  select
-    count(*),
-    array_agg(row(partition_id, succeeded, lag_ms)::dispatch_observation order by id) filter (where succeeded is not null)
-  into v_folded, v_observations
-  from mine;
+  insert into dispatch_partitions (id, policy_name, partition_key, shard, context, newest_id, pending_count, due_at, first_seen_at)
+  select partition_id, p_policy, partition_key, shard, context, newest_id, jobs, due_at, p_now
+  from changes
+  where place is null
+    and partition_key is not null
+  order by partition_id;
 
-  if v_observations is not null then
+  v_observations := array(
+    select row(partition_id, succeeded, lag_ms)::dispatch_observation
+    from unnest(v_notes)
+    where succeeded is not null
+    order by id
+  );
+  if v_observations <> '{}' then
     perform dispatch_adapt(p_policy, v_observations, p_now);
   end if;
-  return v_folded;
+  return cardinality(v_notes);
 end;
 $$;
 comment on function dispatch_fold(text, timestamptz, integer) is 'Folds up to p_limit notes of a policy into its partitions and returns how many it folded.';

@@ -57,6 +57,12 @@ returns dispatch_claim[]
 language plpgsql
 stable
 set search_path from current
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_hashjoin = off
+set enable_mergejoin = off
+set jit = off
 as $$
 begin
   return array(
@@ -69,9 +75,9 @@ begin
       p_now + dispatch_full_backoff(c.params, p_gate), null, 'concurrency_full')
     from unnest(p_claims) as c
     cross join lateral dispatch_aimd_params(c.params, p_gate) as knobs
-    left join dispatch_adaptive_stats as stats
-      on stats.partition_id = c.partition_id
-      and stats.gate_name = p_gate
+    left join lateral (
+      select current_max from dispatch_adaptive_stats where partition_id = c.partition_id and gate_name = p_gate limit 1
+    ) as stats on true
     order by c.ordinal
   );
 end;

@@ -90,6 +90,13 @@ returns dispatch_claim[]
 language plpgsql
 stable
 set search_path from current
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_hashjoin = off
+set enable_mergejoin = off
+set jit = off
+set enable_sort = off
 as $$
 declare
   v_demands integer[];
@@ -109,6 +116,7 @@ begin
         from dispatch_staged_jobs as s
         where s.partition_id = c.partition_id
           and s.eligible_at <= p_now
+        order by s.eligible_at
         limit c.allowed
       ) as ready
     )::integer

@@ -1,7 +1,8 @@
 -- Admission up to the hand-off: claim the due partitions, pass the gates, share the budget, pick the jobs.
 -- Invariants: a claimed partition's row is locked until the tick commits, so no other tick decides for it; the claim reads
 -- one index in due order, so the longest waiting comes first; jobs are picked in (priority desc, eligible_at, id), read
--- from the index of that order. Nothing is written here. Planner settings are pinned as in 30_inbox.sql.
+-- from the index of that order. Nothing is written
+-- here but by the fold, with which a tick begins. Planner settings are pinned as in 30_inbox.sql.
 
 create or replace function dispatch_lock_due(p_policy dispatch_policies, p_shard text, p_now timestamptz)
 returns setof dispatch_partitions
@@ -58,6 +59,12 @@ create or replace function dispatch_claims(p_policy dispatch_policies, p_shard t
 returns dispatch_claim[]
 language plpgsql
 set search_path from current
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_hashjoin = off
+set enable_mergejoin = off
+set jit = off
 as $$
 begin
   return array(
@@ -77,7 +84,9 @@ begin
         )::integer) as claim
       from dispatch_lock_due(p_policy, p_shard, p_now) as p
     ) as claims
-    left join dispatch_pauses as pause on pause.id = claims.id
+    left join lateral (
+      select id from dispatch_pauses where id = claims.id limit 1
+    ) as pause on true
     order by (claim).ordinal
   );
 end;
@@ -96,13 +105,14 @@ set enable_bitmapscan = off
 set enable_hashjoin = off
 set enable_mergejoin = off
 set jit = off
+set enable_sort = off
 as $$
 declare
   v_priority integer;
   v_left integer := p_limit;
   v_found integer;
 begin
-  select max(s.priority) into v_priority from dispatch_staged_jobs as s where s.partition_id = p_partition_id;
+  select s.priority into v_priority from dispatch_staged_jobs as s where s.partition_id = p_partition_id order by s.priority desc limit 1;
   while v_priority is not null and v_left > 0 loop
     return query
       select s.id, s.job_id
@@ -115,10 +125,12 @@ begin
       for update skip locked;
     get diagnostics v_found = row_count;
     v_left := v_left - v_found;
-    select max(s.priority) into v_priority
+    select s.priority into v_priority
     from dispatch_staged_jobs as s
     where s.partition_id = p_partition_id
-      and s.priority < v_priority;
+      and s.priority < v_priority
+    order by s.priority desc
+    limit 1;
   end loop;
 end;
 $$;
@@ -134,15 +146,19 @@ set enable_bitmapscan = off
 set enable_hashjoin = off
 set enable_mergejoin = off
 set jit = off
+set enable_sort = off
 as $$
 begin
   with claims as materialized (
     select
       c.ordinal, c.partition_id, c.allowed,
-      exists (
-        select from dispatch_staged_jobs as s
+      (
+        select true
+        from dispatch_staged_jobs as s
         where s.partition_id = c.partition_id
           and s.eligible_at > p_now
+        order by s.eligible_at
+        limit 1
       ) as some_wait
     from unnest(p_claims) as c
     where c.allowed > 0
@@ -160,7 +176,7 @@ begin
         for update skip locked
       ) as ready
     ) as jobs
-    where not claims.some_wait
+    where claims.some_wait is null
     union all
     select claims.ordinal, jobs.id, jobs.job_id, jobs.turn
     from claims

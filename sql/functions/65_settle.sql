@@ -40,18 +40,22 @@ set enable_mergejoin = off
 set jit = off
 as $$
 begin
-  with handed as (
-    delete from dispatch_staged_jobs as s
-    using unnest(p_outcomes) as o
-    where s.id = o.id
-      and o.job_id is not null
-    returning s.id, o.job_id, s.job_id is not null as was_parked, s.partition_id, s.staged_at, s.policy_name, s.partition_key, s.context
+  with handed as materialized (
+    select s.ctid as place, s.id, o.job_id, s.job_id is not null as was_parked, s.partition_id, s.staged_at, s.policy_name,
+      s.partition_key, s.context
+    from unnest(p_outcomes) as o
+    cross join lateral (
+      select s.ctid, s.* from dispatch_staged_jobs as s where s.id = o.id limit 1
+    ) as s
+    where o.job_id is not null
+  ), gone as (
+    delete from dispatch_staged_jobs
+    where ctid = any (array(select place from handed))
   ), slots as (
     insert into dispatch_inflight_jobs (job_id, staged_id, partition_id, admitted_at, policy_name, partition_key)
     select job_id, id, partition_id, p_now, policy_name, partition_key
     from handed
   ), admitted_again as (
-    -- Not a join, which could begin with reading all admissions when the plan is from a time when they were few.
     update dispatch_admissions
     set admitted_at = p_now
     where staged_id = any (array(select id from handed where was_parked))
@@ -146,7 +150,10 @@ begin
     gate_state = claim.gate_state
   from unnest(p_claims, p_jobs, p_next) as claim (ordinal, partition_id, partition_key, context, params, gate_state,
     in_flight, allowed, retry_at, retry_after_finish, reason, jobs, next_at)
-  where p.id = claim.partition_id;
+  cross join lateral (
+    select ctid as place from dispatch_partitions where id = claim.partition_id limit 1
+  ) as held
+  where p.ctid = held.place;
 end;
 $$;
 comment on function dispatch_write_partitions(dispatch_policies, dispatch_claim[], integer[], timestamptz[], timestamptz) is 'Writes the claimed partitions, each once: counters, gate state, and when to look again.';
@@ -162,10 +169,11 @@ set enable_bitmapscan = off
 set enable_hashjoin = off
 set enable_mergejoin = off
 set jit = off
+set enable_sort = off
 as $$
 begin
   return array(
-    select (select min(s.eligible_at) from dispatch_staged_jobs as s where s.partition_id = c.partition_id)
+    select (select s.eligible_at from dispatch_staged_jobs as s where s.partition_id = c.partition_id order by s.eligible_at limit 1)
     from unnest(p_claims) as c
     order by c.ordinal
   );
@@ -259,7 +267,9 @@ begin
     select p_handoff.id, s.id, s.policy_name, s.partition_key, s.task_name, s.queue_name, s.priority, s.lock, s.queueing_lock,
       s.scheduled_at, s.args, s.attempts, null::dispatch_tick_result
     from unnest(p_handoff.staged_ids) with ordinality as picked (id, place)
-    join dispatch_staged_jobs as s on s.id = picked.id
+    cross join lateral (
+      select * from dispatch_staged_jobs as s where s.id = picked.id limit 1
+    ) as s
     where s.job_id is null
     order by picked.place;
 end;

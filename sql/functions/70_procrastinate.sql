@@ -68,7 +68,9 @@ begin
       order by picked.place))
     into v_job_ids
     from unnest(p_ids) with ordinality as picked (id, place)
-    join dispatch_staged_jobs as s on s.id = picked.id;
+    cross join lateral (
+      select * from dispatch_staged_jobs as s where s.id = picked.id limit 1
+    ) as s;
     return array(
       select row(id, job_id, null)::dispatch_outcome
       from unnest(p_ids, v_job_ids) as handed (id, job_id)
@@ -117,7 +119,9 @@ begin
   for v_job in
     select s.*
     from unnest(p_ids) with ordinality as picked (id, place)
-    join dispatch_staged_jobs as s on s.id = picked.id
+    cross join lateral (
+      select * from dispatch_staged_jobs as s where s.id = picked.id limit 1
+    ) as s
     order by picked.place
   loop
     begin
