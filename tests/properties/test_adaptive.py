@@ -92,7 +92,7 @@ def steps(db: Database, knobs: Knobs, stats: Stats, succeeded: bool, lag_ms: flo
     return Stats(row["current_max"], row["ewma_lag_ms"], stats.sample_count + 1)
 
 
-@tries(300)
+@tries(2000)
 @given(knobs(), st.integers(1, 10**6), st.floats(0, 1e9), SEEN)
 def test_a_step_is_the_models(
     db: Database, knobs: Knobs, current_max: int, ewma: float, seen: tuple[bool, float]
@@ -141,7 +141,7 @@ def learned(db: Database) -> dict[tuple[str, str], Stats]:
     }
 
 
-@tries(150)
+@tries(300)
 @given(
     st.dictionaries(st.sampled_from(["slow", "quick"]), knobs(), min_size=1),
     st.lists(st.tuples(st.sampled_from("abcdefgh"), *[st.booleans(), LAGS]), min_size=1),
