@@ -1,8 +1,8 @@
 -- Admission up to the hand-off: claim the due partitions, pass the gates, share the budget, pick the jobs.
 -- Invariants: a claimed partition's row is locked until the tick commits, so no other tick decides for it; the claim reads
 -- one index in due order, so the longest waiting comes first; jobs are picked in (priority desc, eligible_at, id), read
--- from the index of that order. Nothing is written
--- here but by the fold, with which a tick begins. Planner settings are pinned as in 30_inbox.sql.
+-- from the index of that order. Nothing is written here but by the fold, with which a tick begins. Planner settings are
+-- pinned as in 30_inbox.sql.
 
 create or replace function dispatch_lock_due(p_policy dispatch_policies, p_shard text, p_now timestamptz)
 returns setof dispatch_partitions
