@@ -282,6 +282,7 @@ nothing = steps()
 
 QUEUED = After("queued", slot=True, copies=(0, 1, 0))
 PARKED = After("staged", tries=(False,), copies=(1, 0, 1))
+RUNS_AGAIN = dataclasses.replace(QUEUED, tries=(False,))
 
 ENDINGS: dict[str, Ending] = {
     # A worker ends it.
@@ -333,10 +334,12 @@ ENDINGS: dict[str, Ending] = {
     ),
     "deleted while queued": ending(do("cancel", delete=True), After(None)),
     # It comes back.
-    "retried": ending(steps(start, retry), PARKED, QUEUED),
-    "retried by the older function": ending(steps(start, do("retry", version=1)), PARKED, QUEUED),
+    "retried": ending(steps(start, retry), PARKED, RUNS_AGAIN),
+    "retried by the older function": ending(
+        steps(start, do("retry", version=1)), PARKED, RUNS_AGAIN
+    ),
     "retried for later": ending(
-        steps(start, do("retry", after=1000)), dataclasses.replace(PARKED, waits=1000), QUEUED
+        steps(start, do("retry", after=1000)), dataclasses.replace(PARKED, waits=1000), RUNS_AGAIN
     ),
     "failed and retried by hand": ending(
         steps(start, fail, retry), PARKED, dataclasses.replace(QUEUED, tries=(False,), woken=True)
@@ -345,22 +348,20 @@ ENDINGS: dict[str, Ending] = {
         steps(start, ask_to_abort, retry), After("finished", tries=(False,))
     ),
     "retried, then cancelled": ending(
-        steps(start, retry, cancel), After("cancelled", tries=(False,)), After("cancelled")
+        steps(start, retry, cancel), After("cancelled", tries=(False,))
     ),
     "retried, then cancelled by defer's id": ending(
         steps(start, retry, do("by_id", "select dispatch_cancel_job({id}, false, false)")),
         After("cancelled", tries=(False,)),
-        After("cancelled"),
     ),
     "retried, then deleted": ending(
         steps(start, retry, do("cancel", delete=True)),
         After(None, tries=(False,)),
-        After(None),
     ),
     # Its worker is gone.
     "worker lost": ending(lose_worker, After("running", copies=(0, 1, 0))),
     "worker lost, and the job retried by the sweep": ending(
-        lose_worker, PARKED, QUEUED, before=do("define", stalled="retry")
+        lose_worker, PARKED, RUNS_AGAIN, before=do("define", stalled="retry")
     ),
     "worker lost, and the job retried by hand": ending(
         steps(lose_worker, retry), dataclasses.replace(PARKED, tries=()), QUEUED

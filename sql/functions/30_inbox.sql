@@ -136,7 +136,7 @@ begin
       partition_id,
       coalesce(sum(jobs) filter (where kind <> 'finished'), 0) as jobs,
       coalesce(sum(jobs) filter (where kind = 'finished'), 0) as slots,
-      bool_or(kind = 'finished') as any_finished,
+      bool_or(kind = 'finished' and jobs < 0) as any_finished,
       bool_or(kind = 'resumed') as any_resumed,
       min(due_at) as due_at,
       max(newest_id) as newest_id,

@@ -342,6 +342,25 @@ end;
 $$;
 comment on function dispatch_retry_stalled(bigint) is 'Retries a running job whose worker is lost. False, with a warning, when procrastinate''s table refuses (somebody is just taking its queueing lock): the next sweep tries again.';
 
+create or replace function dispatch_observed_lag_ms(p_slot dispatch_inflight_jobs)
+returns double precision
+language plpgsql
+stable
+set search_path from current
+as $$
+begin
+  if not exists (
+    select from dispatch_policies
+    where policy_name = p_slot.policy_name
+      and gates @? '$[*].type ? (@ == "adaptive_concurrency")'
+  ) then
+    return null;
+  end if;
+  return dispatch_lag_ms(p_slot.job_id, p_slot.admitted_at);
+end;
+$$;
+comment on function dispatch_observed_lag_ms(dispatch_inflight_jobs) is 'The lag of a slot''s job, if a gate of its policy learns from it; null when none does, or when the job did not start.';
+
 create or replace function dispatch_free_slot(p_job_id bigint, p_succeeded boolean)
 returns boolean
 language plpgsql
@@ -355,13 +374,7 @@ declare
 begin
   delete from dispatch_inflight_jobs where job_id = p_job_id returning * into v_slot;
   if found then
-    if p_succeeded is not null and exists (
-      select from dispatch_policies
-      where policy_name = v_slot.policy_name
-        and gates @? '$[*].type ? (@ == "adaptive_concurrency")'
-    ) then
-      v_lag_ms := dispatch_lag_ms(p_job_id, v_slot.admitted_at);
-    end if;
+    v_lag_ms := case when p_succeeded is not null then dispatch_observed_lag_ms(v_slot) end;
     insert into dispatch_inbox (policy_name, partition_id, kind, jobs, succeeded, lag_ms)
     values (v_slot.policy_name, v_slot.partition_id, 'finished', -1, case when v_lag_ms is not null then p_succeeded end, v_lag_ms);
     perform dispatch_wake(v_slot.policy_name);
@@ -413,6 +426,8 @@ as $$
 declare
   v_admission dispatch_admissions;
   v_policy dispatch_policies;
+  v_slot dispatch_inflight_jobs;
+  v_lag_ms double precision;
 begin
   select * into v_admission from dispatch_admissions where job_id = new.id order by admitted_at desc limit 1;
   if not found then
@@ -432,10 +447,19 @@ begin
     new.queueing_lock := null;
   else
     -- procrastinate runs it again by itself: it counts as in flight, also when it had failed or lost its slot.
-    update dispatch_inflight_jobs set orphaned_at = null where job_id = new.id;
-    if not found then
+    select * into v_slot from dispatch_inflight_jobs where job_id = new.id;
+    if found then
+      v_lag_ms := dispatch_observed_lag_ms(v_slot);
+      update dispatch_inflight_jobs
+      set (admitted_at, orphaned_at) = (greatest(dispatch_now(), new.scheduled_at), null)
+      where job_id = new.id;
+      insert into dispatch_inbox (policy_name, partition_id, kind, succeeded, lag_ms)
+      select v_slot.policy_name, v_slot.partition_id, 'finished', false, v_lag_ms
+      where v_lag_ms is not null;
+    else
       insert into dispatch_inflight_jobs (job_id, staged_id, partition_id, admitted_at, policy_name, partition_key)
-      values (new.id, v_admission.staged_id, v_admission.partition_id, dispatch_now(), v_admission.policy_name, v_admission.partition_key);
+      values (new.id, v_admission.staged_id, v_admission.partition_id, greatest(dispatch_now(), new.scheduled_at), v_admission.policy_name,
+        v_admission.partition_key);
       insert into dispatch_inbox (policy_name, partition_id, kind, jobs)
       values (v_admission.policy_name, v_admission.partition_id, 'finished', 1);
     end if;
