@@ -179,8 +179,13 @@ begin
     from changes
     where p.ctid = changes.place
   )
-  insert into dispatch_partitions (id, policy_name, partition_key, shard, context, newest_id, pending_count, due_at, first_seen_at)
-  select partition_id, p_policy, partition_key, shard, context, newest_id, jobs, due_at, p_now
+  -- A job that procrastinate retries by itself may hold a slot of a partition that was forgotten meanwhile.
+  insert into dispatch_partitions (id, policy_name, partition_key, shard, context, newest_id, pending_count, in_flight_count, due_at,
+    first_seen_at)
+  select
+    partition_id, p_policy, partition_key, shard, context, newest_id, jobs,
+    (select count(*) from dispatch_inflight_jobs as slot where slot.partition_id = changes.partition_id),
+    due_at, p_now
   from changes
   where place is null
     and partition_key is not null

@@ -295,8 +295,8 @@ class Model:
         job.attempts += 1
         job.scheduled_at = at
         if self.policy.retry_strategy == "bypass":
-            if job.state == "failed":
-                job.slot_since = self.now
+            self.free(job, False if job.state == "running" else None)
+            job.slot_since = max(self.now, at or self.now)
             job.state = "queued"
         else:
             self.free(job, False)

@@ -603,8 +603,11 @@ class Histories(RuleBasedStateMachine):
         nothing = {"pending": 0, "finished": 0}
         for key, id_ in found["ids"].items():
             notes = found["notes"].get(id_, nothing)
-            partition = found["partitions"].get(key, {"pending": 0, "in_flight": 0, "due_at": None})
             staged = [row for row in found["staged"].values() if row["key"] == key]
+            if key not in found["partitions"]:
+                assert notes["pending"] == len(staged)
+                continue
+            partition = found["partitions"][key]
             assert partition["pending"] + notes["pending"] == len(staged)
             assert partition["in_flight"] == self.model.in_flight(key) + notes["finished"]
             if staged and id_ not in found["notes"]:
@@ -676,3 +679,23 @@ def test_a_partition_is_not_forgotten_before_its_notes_are_folded_in(db: Databas
         db.stage("p", [{"task_name": "t"}])
         db.one("select dispatch_fold('p', dispatch_now())")
         assert db.one("select pending_count from dispatch_partitions") == 1
+
+
+def test_a_slot_counts_in_a_partition_that_was_forgotten(db: Database) -> None:
+    with db.rehearsal():
+        cap = {"type": "concurrency", "max": 1}
+        db.define("p", gates=[cap], retry_strategy="bypass")
+        db.stage("p", [{"task_name": "t"}])
+        db.tick("p")
+        job_id = db.one("select job_id from dispatch_inflight_jobs")
+        worker = db.one("select worker_id from procrastinate_register_worker_v1()")
+        db.one("select (procrastinate_fetch_job_v2(null, %s)).id", worker)
+        db.all("select procrastinate_finish_job_v1(%s, 'failed', false)", job_id)
+        db.tick("p")
+        db.advance(90_000)
+        db.all("select * from dispatch_sweep()")
+        assert db.one("select count(*) from dispatch_partitions") == 0
+        db.all("select procrastinate_retry_job_v2(%s, null, null, null, null)", job_id)
+        db.tick("p")
+        db.stage("p", [{"task_name": "t"}])
+        assert db.tick("p")["jobs_admitted"] == 0
