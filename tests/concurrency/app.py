@@ -56,6 +56,7 @@ class Application:
         self.app = App(connector=PsycopgConnector(conninfo=dsn))
         self.dispatch = Dispatch(self.app)
         self._log: psycopg.AsyncConnection[Any] | None = None
+        self._connecting = asyncio.Lock()
 
         @self.dispatch.policy(
             "work", partition_by="k", gates=[Concurrency(max=ctx("cap", default=1))]
@@ -69,8 +70,9 @@ class Application:
         self.task = work
 
     async def _note(self, context: JobContext, event: str, k: str, n: int) -> None:
-        if self._log is None or self._log.closed:
-            self._log = await psycopg.AsyncConnection.connect(self.dsn, autocommit=True)
+        async with self._connecting:
+            if self._log is None or self._log.closed:
+                self._log = await psycopg.AsyncConnection.connect(self.dsn, autocommit=True)
         await self._log.execute(
             "insert into run_log (job_id, n, k, event) values (%s, %s, %s, %s)",
             [context.job.id, n, k, event],
