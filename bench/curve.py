@@ -1,4 +1,8 @@
-"""The cost curve: what ticking and staging cost as partitions and backlog grow."""
+"""The cost curve: what ticking and staging cost as partitions and backlog grow.
+
+A point is measured in turns with bare procrastinate, which takes as many jobs a call and does not
+know of the backlog, so points that were measured at different times can be compared.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,13 @@ from typing import Any
 import psycopg
 
 from bench import work
-from bench.admission import PARTITION_BATCH, WARM_UP, tick
+from bench.admission import PARTITION_BATCH, WARM_UP, defers, tick
 from bench.plan import Plan
 from bench.race import race
 
 JOBS_A_PARTITION = 5
+JOBS_A_TICK = 2 * PARTITION_BATCH
+JOBS_A_CALL = 1_000
 PARTITIONS = 1_000  # of the points that differ in their backlog
 
 # Each sweep in ascending order: a point's database grows into the next one's.
@@ -57,23 +63,36 @@ def _jobs_sweep(plan: Plan, sizes: tuple[int, ...]) -> Iterator[dict[str, Any]]:
 
 
 def _define(conn: psycopg.Connection[Any]) -> None:
-    work.define(conn, dataclasses.replace(work.POLICY, admission_batch_size=2))
+    work.define(
+        conn, dataclasses.replace(work.POLICY, admission_batch_size=JOBS_A_TICK // PARTITION_BATCH)
+    )
 
 
 def _point(plan: Plan, sweep: str, dsn: str, partitions: int, jobs: int) -> dict[str, Any]:
     """Tick and stage in turns. What is staged makes up for what is admitted, more or less."""
     plan.server.checkpoint()
     count = plan.size(30, 2)
-    ticked, staged = race(_ticks(dsn, count), _stages(dsn, count, partitions))
+    with plan.server.database(bare=True) as bare:
+        laps = race(
+            _ticks(dsn, count),
+            defers(bare, count * JOBS_A_TICK, JOBS_A_TICK),
+            _stages(dsn, count, partitions),
+            defers(bare, count * JOBS_A_CALL, JOBS_A_CALL),
+        )
+    tick_ms, bare_tick_ms, stage_ms, bare_stage_ms = (
+        statistics.median(lap.steps) * 1000 for lap in laps
+    )
     return {
         "sweep": sweep,
         "partitions": partitions,
         "jobs": jobs,
         "partitions_a_tick": PARTITION_BATCH,
-        "jobs_a_tick": ticked.done / count,
-        "tick_ms": statistics.median(ticked.steps) * 1000,
-        "admitted_per_s": ticked.done / count / statistics.median(ticked.steps),
-        "stage_ms": statistics.median(staged.steps) * 1000,
+        "jobs_a_tick": laps[0].done / count,
+        "tick_ms": tick_ms,
+        "admitted_per_s": laps[0].done / count / tick_ms * 1000,
+        "bare_tick_ms": bare_tick_ms,
+        "stage_ms": stage_ms,
+        "bare_stage_ms": bare_stage_ms,
     }
 
 
@@ -88,7 +107,7 @@ def _ticks(dsn: str, count: int) -> Iterator[int]:
 
 def _stages(dsn: str, count: int, partitions: int) -> Iterator[int]:
     """Stage 1,000 jobs a call, spread over the partitions."""
-    size = 1_000
+    size = JOBS_A_CALL
     with psycopg.connect(dsn, autocommit=True) as conn:
         work.stage(conn, [work.arguments(number) for number in range(10)])
         yield 0

@@ -59,15 +59,18 @@ def _number(value: float) -> str:
 def print_curve(points: Sequence[dict[str, Any]]) -> None:
     """Print the cost curve."""
     table = Table(box=rich.box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for heading in ("partitions", "staged jobs", "tick, ms", "admitted/s", "stage 1,000, ms"):
+    headings = ("partitions", "staged jobs", "tick, ms", "x bare", "admitted/s", "stage 1,000, ms")
+    for heading in (*headings, "x bare"):
         table.add_column(heading, justify="right")
     for point in points:
         table.add_row(
             f"{point['partitions']:,}",
             f"{point['jobs']:,}",
             _number(point["tick_ms"]),
+            _number(point["tick_ms"] / point["bare_tick_ms"]),
             _number(point["admitted_per_s"]),
             _number(point["stage_ms"]),
+            _number(point["stage_ms"] / point["bare_stage_ms"]),
         )
     Console().print(table)
 
