@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import floor
@@ -219,6 +220,8 @@ def limits(context: dict[str, Any]) -> tuple[int, float]:
 
     def number(name: str) -> float | None:
         value = context.get(name)
+        if isinstance(value, str) and re.fullmatch(r"[-+]?\d{1,12}(\.\d{1,12})?", value):
+            value = float(value)
         return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     lowest = min(max(number("min") or 1, 1), 1e9)
