@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import floor
+from math import ceil, floor
 from typing import Any
 
 from hypothesis import given
@@ -226,7 +226,8 @@ def limits(context: dict[str, Any]) -> tuple[int, float]:
 
     lowest = min(max(number("min") or 1, 1), 1e9)
     highest = number("max")
-    return round(lowest), 1e9 if highest is None else round(max(min(highest, 1e9), lowest))
+    # A cap is a whole number near a limit that is none.
+    return floor(lowest), 1e9 if highest is None else ceil(max(min(highest, 1e9), lowest))
 
 
 @tries(100)
