@@ -1,8 +1,9 @@
 """An application to run in processes of its own: ``python -m tests.concurrency.app ROLE DSN``.
 
 Its task ``work`` writes a row when it starts and one when it ends, each committed at once, so that
-``run_log`` tells what ran when by the database's clock. Roles: ``driver`` (the application hands
-off), ``sql-driver`` (the database does), ``worker``.
+``run_log`` tells what ran when by the database's clock. A job with ``meet`` ends no sooner than
+that many jobs of its key have started. Roles: ``driver`` (the application hands off),
+``sql-driver`` (the database does), ``worker``.
 """
 
 from __future__ import annotations
@@ -62,21 +63,37 @@ class Application:
             "work", partition_by="k", gates=[Concurrency(max=ctx("cap", default=1))]
         )
         @self.app.task(name="work", pass_context=True)
-        async def work(context: JobContext, k: str, cap: int, n: int, seconds: float = 0) -> None:
+        async def work(
+            context: JobContext, k: str, cap: int, n: int, seconds: float = 0, meet: int = 0
+        ) -> None:
             await self._note(context, "start", k, n)
+            while meet and await self._started(k) < meet:  # noqa: ASYNC110  # in other processes
+                await asyncio.sleep(0.01)
             await asyncio.sleep(seconds)
             await self._note(context, "finish", k, n)
 
         self.task = work
 
     async def _note(self, context: JobContext, event: str, k: str, n: int) -> None:
-        async with self._connecting:
-            if self._log is None or self._log.closed:
-                self._log = await psycopg.AsyncConnection.connect(self.dsn, autocommit=True)
-        await self._log.execute(
+        log = await self._open_log()
+        await log.execute(
             "insert into run_log (job_id, n, k, event) values (%s, %s, %s, %s)",
             [context.job.id, n, k, event],
         )
+
+    async def _started(self, k: str) -> int:
+        log = await self._open_log()
+        cursor = await log.execute(
+            "select count(*) from run_log where k = %s and event = 'start'", [k]
+        )
+        ((started,),) = await cursor.fetchall()
+        return int(started)
+
+    async def _open_log(self) -> psycopg.AsyncConnection[Any]:
+        async with self._connecting:
+            if self._log is None or self._log.closed:
+                self._log = await psycopg.AsyncConnection.connect(self.dsn, autocommit=True)
+        return self._log
 
     async def run_worker(self, **options: Any) -> None:
         """Run a worker until it is cancelled or stopped by a signal."""
