@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import inspect
 import logging
 import math
 import random
@@ -21,14 +20,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import psycopg
-from procrastinate import PsycopgConnector, SyncPsycopgConnector
-from procrastinate.connector import BaseConnector
 from procrastinate.exceptions import ConnectorException
 from psycopg import sql
-from psycopg.conninfo import conninfo_to_dict
 from psycopg.rows import dict_row
 from typing_extensions import LiteralString, TypedDict
 
+from pydispatch.connect import Source
 from pydispatch.errors import DispatchError, UnknownPolicy
 from pydispatch.handoff import OURS, Handoff, TickResult
 
@@ -69,17 +66,6 @@ select
   set_config('statement_timeout', %(timeout)s, false),
   set_config('idle_in_transaction_session_timeout', %(timeout)s, false)
 """
-
-CONNECTION = {
-    "fallback_application_name": "pydispatch",
-    "connect_timeout": 10,
-    # A network that swallows everything is noticed within half a minute.
-    "keepalives_idle": 10,
-    "keepalives_interval": 5,
-    "keepalives_count": 4,
-    "tcp_user_timeout": 30_000,
-}
-"""libpq's options for the driver's connection, where the user's conninfo has none."""
 
 GAP = 0.01
 """Seconds between two looks, or two ticks of a policy, that find nothing: wake-ups are gathered."""
@@ -182,10 +168,7 @@ class Driver:
     ) -> None:
         self._dispatch = dispatch
         self._handoff = Handoff(dispatch)
-        self._connector = None
-        self._conninfo = conninfo
-        if conninfo is None:
-            self._connector = _psycopg_connector(dispatch.app.connector if dispatch else None)
+        self._source = Source(conninfo, dispatch.app.connector if dispatch else None)
         self._policies = policies
         self._missing = frozenset(policies or ())  # as far as is known
         self._shard = shard
@@ -224,7 +207,7 @@ class Driver:
         with self._signals():
             while not self._stopping:
                 try:
-                    async with await self._connect() as connection:
+                    async with await self._source.connect() as connection:
                         await self._prepare(connection)
                         await self._serve(connection)
                 except (psycopg.Error, ConnectorException) as error:
@@ -245,24 +228,6 @@ class Driver:
         logger.info("Driver stopped", extra={"action": "driver_stopped"})
 
     # -- the connection
-
-    async def _connect(self) -> AsyncConnection:
-        conninfo: Any = self._conninfo
-        options: Any = {}
-        configure = None
-        if self._connector is not None:
-            arguments = self._connector._pool_args
-            pool = getattr(self._connector, "_async_pool", None)
-            conninfo = pool.conninfo if pool else arguments.get("conninfo", "")
-            options = (pool.kwargs if pool else arguments.get("kwargs")) or {}
-            configure = arguments.get("configure")
-        conninfo, options = await _called(conninfo), await _called(options)
-        options = {**CONNECTION, **conninfo_to_dict(conninfo), **options, "autocommit": True}
-        connection = await psycopg.AsyncConnection.connect(**options)
-        if inspect.iscoroutinefunction(configure):
-            await configure(connection)
-            await connection.set_autocommit(True)
-        return connection
 
     async def _prepare(self, connection: AsyncConnection) -> None:
         """Set the session up, listen, and write the policies if that was not done yet."""
@@ -458,22 +423,3 @@ def _lost(connection: AsyncConnection, error: Exception) -> bool:
     """Tell whether the connection is gone, or the server is about to end it."""
     cause = error.__cause__ if isinstance(error, ConnectorException) else error
     return connection.closed or (getattr(cause, "sqlstate", None) or "").startswith("57P")
-
-
-async def _called(value: Any) -> Any:
-    """Return a value, or what the function (perhaps async) returns that stands for it."""
-    if callable(value):
-        value = value()
-    return await value if inspect.isawaitable(value) else value
-
-
-def _psycopg_connector(
-    connector: BaseConnector | None,
-) -> PsycopgConnector | SyncPsycopgConnector:
-    """Return the connector that tells where to connect."""
-    worker_connector = getattr(connector, "get_worker_connector", None)
-    if worker_connector is not None:
-        connector = worker_connector()
-    if not isinstance(connector, (PsycopgConnector, SyncPsycopgConnector)):
-        raise ValueError("there is no telling where to connect: give conninfo")
-    return connector
