@@ -82,7 +82,8 @@ end;
 select results_eq(
   'select * from dispatch_sweep()',
   $$ values ('slots of ended jobs', 0::bigint), ('slots of lost workers', 0), ('orphaned jobs', 0), ('counters set right', 0),
-    ('idle partitions', 0), ('tick samples', 0), ('admissions', 0) $$,
+    ('idle partitions', 0), ('tick samples', 0), ('policy samples', 0), ('admissions', 0), ('audit entries', 0),
+    ('policies sampled', 0) $$,
   'with nothing to do the sweep says so, task by task');
 
 -- A queued job keeps its slot, however long it queues.

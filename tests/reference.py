@@ -40,6 +40,7 @@ FUNCTIONS = {
         "dispatch_requeue_dead",
         "dispatch_discard_dead",
         "dispatch_sweep",
+        "dispatch_audit",
     ],
     "Settings": ["dispatch_set", "dispatch_setting", "dispatch_setting_spec"],
     "Identity and time": ["dispatch_partition_id", "dispatch_now"],

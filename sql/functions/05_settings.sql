@@ -9,8 +9,9 @@ begin atomic
   values
     ('inflight_stale_after', 300.0, 1.0, 31536000.0, 'Seconds without a heartbeat after which a worker counts as lost and its running jobs give their slots back.'),
     ('partition_inactive_after', 86400.0, 1.0, 315360000.0, 'Seconds after which an idle partition is forgotten, unless a window of its gates is longer.'),
-    ('metrics_retention', 86400.0, 60.0, 315360000.0, 'Seconds for which tick samples are kept.'),
+    ('metrics_retention', 86400.0, 60.0, 315360000.0, 'Seconds for which samples of ticks and policies are kept.'),
     ('admission_retention', 604800.0, 60.0, 315360000.0, 'Seconds for which an admission is kept after its job is gone.'),
+    ('audit_retention', 7776000.0, 60.0, 315360000.0, 'Seconds for which entries of the audit log are kept.'),
     ('queueing_lock_backoff', 1.0, 0.01, 3600.0, 'Seconds after which a job whose queueing lock was held is tried again.');
 end;
 comment on function dispatch_setting_spec() is 'Every setting with its default, its range and its meaning.';

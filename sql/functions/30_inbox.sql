@@ -74,6 +74,16 @@ parallel safe
 return hashtext(p_policy) & -256 | get_byte(uuid_send(p_partition_id), 0);
 comment on function dispatch_bucket(text, uuid) is 'The advisory lock that stands for the creation of a partition.';
 
+create or replace function dispatch_waiting_since(p_pending bigint, p_since timestamptz, p_due_at timestamptz, p_now timestamptz)
+returns timestamptz
+language sql
+immutable
+parallel safe
+return case
+  when p_pending > 0 then coalesce(least(p_since, case when p_due_at is not null then greatest(p_due_at, p_now) end), p_now)
+end;
+comment on function dispatch_waiting_since(bigint, timestamptz, timestamptz, timestamptz) is 'Since when a partition''s jobs wait, once more came in of which the first is due at p_due_at (null: none came): in the future as long as all wait for their time, null when no job waits.';
+
 create or replace function dispatch_fold(p_policy text, p_now timestamptz, p_limit integer default 10000)
 returns integer
 language plpgsql
@@ -167,6 +177,7 @@ begin
     update dispatch_partitions as p
     set
       pending_count = p.pending_count + changes.jobs,
+      waiting_since = dispatch_waiting_since(p.pending_count + changes.jobs, p.waiting_since, changes.due_at, p_now),
       in_flight_count = p.in_flight_count + changes.slots,
       newest_id = greatest(p.newest_id, changes.newest_id),
       context = case when changes.newest_id > p.newest_id then changes.context else p.context end,
@@ -180,10 +191,10 @@ begin
     where p.ctid = changes.place
   )
   -- A job that procrastinate retries by itself may hold a slot of a partition that was forgotten meanwhile.
-  insert into dispatch_partitions (id, policy_name, partition_key, shard, context, newest_id, pending_count, in_flight_count, due_at,
+  insert into dispatch_partitions (id, policy_name, partition_key, shard, context, newest_id, pending_count, waiting_since, in_flight_count, due_at,
     first_seen_at)
   select
-    partition_id, p_policy, partition_key, shard, context, newest_id, jobs,
+    partition_id, p_policy, partition_key, shard, context, newest_id, jobs, dispatch_waiting_since(jobs, null, due_at, p_now),
     (select count(*) from dispatch_inflight_jobs as slot where slot.partition_id = changes.partition_id),
     due_at, p_now
   from changes

@@ -139,6 +139,11 @@ begin
     last_checked_at = p_now,
     last_admitted_at = case when claim.jobs > 0 then p_now else p.last_admitted_at end,
     pending_count = p.pending_count - claim.jobs,
+    waiting_since = case
+      when p.pending_count <= claim.jobs then null
+      when claim.jobs > 0 or p.waiting_since is null or claim.next_at > p_now then greatest(claim.next_at, p_now)
+      else p.waiting_since
+    end,
     in_flight_count = p.in_flight_count + claim.jobs,
     total_admitted = p.total_admitted + claim.jobs,
     decayed_admits = case

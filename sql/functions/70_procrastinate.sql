@@ -240,6 +240,53 @@ end;
 $$;
 comment on function dispatch_stalled(timestamptz, timestamptz) is 'Running jobs of policies whose worker gave no sign since p_since. A worker that procrastinate has forgotten gave its last sign when a sweep first missed it, or long ago where the job has lost its slot.';
 
+-- Few jobs run, many may be queued, and of procrastinate's other jobs there may be any number. So what is queued is what has
+-- a slot and does not run: slots are read once, procrastinate's table only for what runs.
+create or replace function dispatch_running_jobs()
+returns setof bigint
+language plpgsql
+stable
+set search_path from current
+set enable_seqscan = off
+as $$
+begin
+  return query select id from procrastinate_jobs where status = 'doing';
+end;
+$$;
+comment on function dispatch_running_jobs() is 'The jobs that workers run, also those of no policy.';
+
+create or replace function dispatch_slot_counts(p_now timestamptz)
+returns table (policy_name text, queued bigint, running bigint, oldest_queued_at timestamptz)
+language plpgsql
+stable
+set search_path from current
+as $$
+begin
+  return query
+    select
+      slot.policy_name,
+      count(*) filter (where running.job_id is null),
+      count(running.job_id),
+      min(slot.admitted_at) filter (where running.job_id is null and slot.admitted_at <= p_now)
+    from dispatch_inflight_jobs as slot
+    left join dispatch_running_jobs() as running (job_id) on running.job_id = slot.job_id
+    group by slot.policy_name;
+end;
+$$;
+comment on function dispatch_slot_counts(timestamptz) is 'Per policy, how many slots belong to jobs that no worker has taken, and to jobs that run; and when the longest queued was admitted (a retry of procrastinate''s own counts from the time for which it is planned). Reads all slots once, however many jobs are staged.';
+
+create or replace function dispatch_workers_alive(p_since timestamptz)
+returns bigint
+language plpgsql
+stable
+set search_path from current
+as $$
+begin
+  return (select count(*) from procrastinate_workers where last_heartbeat >= p_since);
+end;
+$$;
+comment on function dispatch_workers_alive(timestamptz) is 'Workers of procrastinate, for whatever queue, that gave a sign since p_since.';
+
 create or replace function dispatch_lock_stalled(p_now timestamptz, p_since timestamptz, p_limit integer)
 returns table (job_id bigint, what text)
 language plpgsql

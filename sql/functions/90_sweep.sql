@@ -224,29 +224,52 @@ end;
 $$;
 comment on function dispatch_sweep_partitions(timestamptz, integer) is 'Walks over the partitions: sets in_flight_count right by the slots, forgets those idle for partition_inactive_after whose buckets are full again.';
 
-create or replace function dispatch_sweep_old(p_now timestamptz, p_limit integer, out samples bigint, out admissions bigint)
+create or replace function dispatch_sweep_old(p_now timestamptz, p_limit integer,
+  out samples bigint, out policy_samples bigint, out admissions bigint, out audit_entries bigint)
 language plpgsql
 set search_path from current
 as $$
+declare
+  v_metrics_since constant timestamptz := p_now - make_interval(secs => dispatch_setting('metrics_retention')::double precision);
 begin
   delete from dispatch_tick_samples
   where id in (
     select id
     from dispatch_tick_samples
-    where at < p_now - make_interval(secs => dispatch_setting('metrics_retention')::double precision)
+    where at < v_metrics_since
     limit p_limit
     for update skip locked
   );
   get diagnostics samples = row_count;
+
+  delete from dispatch_policy_samples
+  where ctid = any (array(
+    select ctid
+    from dispatch_policy_samples
+    where at < v_metrics_since
+    limit p_limit
+    for update skip locked
+  ));
+  get diagnostics policy_samples = row_count;
 
   delete from dispatch_admissions
   where staged_id in (
     select dispatch_ended_admissions(p_now - make_interval(secs => dispatch_setting('admission_retention')::double precision), p_limit)
   );
   get diagnostics admissions = row_count;
+
+  delete from dispatch_audit_log
+  where id in (
+    select id
+    from dispatch_audit_log
+    where at < p_now - make_interval(secs => dispatch_setting('audit_retention')::double precision)
+    limit p_limit
+    for update skip locked
+  );
+  get diagnostics audit_entries = row_count;
 end;
 $$;
-comment on function dispatch_sweep_old(timestamptz, integer) is 'Forgets tick samples past metrics_retention, and admissions past admission_retention whose job has ended.';
+comment on function dispatch_sweep_old(timestamptz, integer) is 'Forgets samples past metrics_retention, admissions past admission_retention whose job has ended, and audit entries past audit_retention.';
 
 create or replace function dispatch_sweep()
 returns table (task text, affected bigint)
@@ -268,7 +291,9 @@ begin
   v_partitions := dispatch_sweep_partitions(v_now, v_limit);
   return query values ('counters set right', v_partitions.reconciled), ('idle partitions', v_partitions.forgotten);
   v_old := dispatch_sweep_old(v_now, v_limit);
-  return query values ('tick samples', v_old.samples), ('admissions', v_old.admissions);
+  return query values ('tick samples', v_old.samples), ('policy samples', v_old.policy_samples), ('admissions', v_old.admissions),
+    ('audit entries', v_old.audit_entries);
+  return query select 'policies sampled', dispatch_sample_policies(v_now);
 end;
 $$;
 comment on function dispatch_sweep() is 'Recovery and retention; call it every 30 seconds or so (a driver does). Returns how many rows each task touched; nothing when another session sweeps. Takes at most 10000 rows a task, so a large backlog of work takes several sweeps.';

@@ -18,7 +18,8 @@ select
   p.first_seen_at,
   p.context,
   p.gate_state,
-  p.id
+  p.id,
+  case when p.waiting_since <= dispatch_now() then p.waiting_since end as waiting_since
 from dispatch_partitions as p
 join dispatch_policies as policy on policy.policy_name = p.policy_name
 left join dispatch_pauses as pause on pause.id = p.id;
@@ -40,8 +41,27 @@ comment on column dispatch_partition_status.first_seen_at is 'When it was first 
 comment on column dispatch_partition_status.context is 'The context that counts.';
 comment on column dispatch_partition_status.gate_state is 'State of each gate, by the gate''s name.';
 comment on column dispatch_partition_status.id is 'The partition''s id.';
+comment on column dispatch_partition_status.waiting_since is 'Since when jobs wait and none was admitted; null when none waits, or all wait for their time.';
 
+-- One pass over the partitions and one over the slots, however many policies there are, and none over staged jobs.
 create or replace view dispatch_policy_status as
+with clock as materialized (
+  select dispatch_now() as now
+), sums as (
+  select
+    p.policy_name,
+    count(*) as partitions,
+    sum(greatest(p.pending_count, 0))::bigint as pending,
+    sum(p.in_flight_count)::bigint as in_flight,
+    count(*) filter (where p.due_at <= clock.now) as due,
+    count(*) filter (where p.blocked_reason is not null and p.due_at is not null) as blocked,
+    min(p.due_at) as oldest_due_at,
+    min(p.waiting_since) filter (where p.waiting_since <= clock.now and p.blocked_reason is distinct from 'paused') as waiting_since,
+    coalesce(sum(p.pending_count) filter (where p.waiting_since <= clock.now), 0)::bigint as waiting
+  from dispatch_partitions as p
+  cross join clock
+  group by p.policy_name
+)
 select
   policy.policy_name,
   coalesce(sums.partitions, 0) as partitions,
@@ -55,35 +75,32 @@ select
   pause.id is not null as paused,
   coalesce(paused.partitions, 0) as paused_partitions,
   recent.last_tick_at,
-  policy.updated_at
+  policy.updated_at,
+  coalesce(slots.queued, 0) as queued,
+  coalesce(slots.running, 0) as running,
+  slots.oldest_queued_at,
+  case when pause.id is null then clock.now - sums.waiting_since end as oldest_wait,
+  coalesce(sums.waiting, 0) as waiting
 from dispatch_policies as policy
+cross join clock
 left join dispatch_pauses as pause on pause.id = dispatch_partition_id(policy.policy_name, null)
-cross join lateral (
-  select
-    count(*) as partitions,
-    sum(greatest(p.pending_count, 0))::bigint as pending,
-    sum(p.in_flight_count)::bigint as in_flight,
-    count(*) filter (where p.due_at <= dispatch_now()) as due,
-    count(*) filter (where p.blocked_reason is not null and p.due_at is not null) as blocked,
-    min(p.due_at) as oldest_due_at
-  from dispatch_partitions as p
-  where p.policy_name = policy.policy_name
-) as sums
+left join sums on sums.policy_name = policy.policy_name
+left join dispatch_slot_counts((select now from clock)) as slots on slots.policy_name = policy.policy_name
 cross join lateral (
   select sum(s.jobs_admitted)::bigint as admitted, max(s.at) as last_tick_at
   from dispatch_tick_samples as s
   where s.policy_name = policy.policy_name
-    and s.at > dispatch_now() - interval '1 minute'
+    and s.at > clock.now - interval '1 minute'
 ) as recent
-cross join lateral (
-  select count(*) as jobs from dispatch_dead_jobs as d where d.policy_name = policy.policy_name
-) as dead
-cross join lateral (
-  select count(*) as partitions
+left join (
+  select d.policy_name, count(*) as jobs from dispatch_dead_jobs as d group by d.policy_name
+) as dead on dead.policy_name = policy.policy_name
+left join (
+  select q.policy_name, count(*) as partitions
   from dispatch_pauses as q
-  where q.policy_name = policy.policy_name
-    and q.partition_key is not null
-) as paused;
+  where q.partition_key is not null
+  group by q.policy_name
+) as paused on paused.policy_name = policy.policy_name;
 comment on view dispatch_policy_status is 'One row a policy: what waits, what runs, what stands still.';
 comment on column dispatch_policy_status.policy_name is 'The policy.';
 comment on column dispatch_policy_status.partitions is 'Partitions known.';
@@ -98,6 +115,11 @@ comment on column dispatch_policy_status.paused is 'Is the whole policy paused?'
 comment on column dispatch_policy_status.paused_partitions is 'Partitions paused by themselves.';
 comment on column dispatch_policy_status.last_tick_at is 'When a tick last looked at a partition, within the last minute.';
 comment on column dispatch_policy_status.updated_at is 'When the definition last changed.';
+comment on column dispatch_policy_status.queued is 'Jobs admitted that no worker has taken: they wait for a worker, not for a gate.';
+comment on column dispatch_policy_status.running is 'Jobs that a worker runs.';
+comment on column dispatch_policy_status.oldest_queued_at is 'When the longest queued of them was admitted; null where none is queued.';
+comment on column dispatch_policy_status.oldest_wait is 'The longest that a partition has had waiting jobs and none admitted; null where none waits. Not counted: paused partitions, and jobs that wait for their time.';
+comment on column dispatch_policy_status.waiting is 'Jobs waiting in partitions of which at least one could go now, by its schedule.';
 
 create or replace view dispatch_inflight as
 select
@@ -179,3 +201,33 @@ comment on column dispatch_denials.policy_name is 'The policy.';
 comment on column dispatch_denials.minute is 'The minute.';
 comment on column dispatch_denials.reason is 'The reason: throttle_empty, rate_zero, concurrency_full, max_zero, budget_exhausted, paused, limit_error.';
 comment on column dispatch_denials.partitions is 'Denials.';
+
+create or replace view dispatch_policy_history as
+select
+  policy_name,
+  date_trunc('minute', at) as minute,
+  max(partitions) as partitions,
+  max(pending) as pending,
+  max(waiting) as waiting,
+  max(in_flight) as in_flight,
+  max(due) as due,
+  max(blocked) as blocked,
+  max(queued) as queued,
+  max(oldest_wait_seconds) as oldest_wait_seconds,
+  max(oldest_queued_seconds) as oldest_queued_seconds,
+  avg(lag_ms) as lag_ms
+from dispatch_policy_samples
+group by policy_name, date_trunc('minute', at);
+comment on view dispatch_policy_history is 'Per policy and minute, the highest of what the sweep saw (metrics_retention): what charts of pending jobs, waits and slots are drawn from.';
+comment on column dispatch_policy_history.policy_name is 'The policy.';
+comment on column dispatch_policy_history.minute is 'The minute.';
+comment on column dispatch_policy_history.partitions is 'Partitions known.';
+comment on column dispatch_policy_history.pending is 'Jobs waiting.';
+comment on column dispatch_policy_history.waiting is 'Those of them in partitions of which at least one could go, by its schedule.';
+comment on column dispatch_policy_history.in_flight is 'Jobs admitted that had not ended.';
+comment on column dispatch_policy_history.due is 'Partitions that a tick would have looked at.';
+comment on column dispatch_policy_history.blocked is 'Partitions with waiting jobs that a gate, the budget or a pause held back.';
+comment on column dispatch_policy_history.queued is 'Jobs admitted that no worker had taken.';
+comment on column dispatch_policy_history.oldest_wait_seconds is 'The longest that a partition had had waiting jobs and none admitted, seconds.';
+comment on column dispatch_policy_history.oldest_queued_seconds is 'How long ago the longest queued job had been admitted, seconds.';
+comment on column dispatch_policy_history.lag_ms is 'Mean of the adaptive gates'' ewma_lag_ms, milliseconds; null without.';
