@@ -82,7 +82,7 @@ end;
 select results_eq(
   'select * from dispatch_sweep()',
   $$ values ('slots of ended jobs', 0::bigint), ('slots of lost workers', 0), ('orphaned jobs', 0), ('counters set right', 0),
-    ('idle partitions', 0), ('tick samples', 0), ('policy samples', 0), ('admissions', 0), ('audit entries', 0),
+    ('idle partitions', 0), ('ticks counted', 0), ('tick samples', 0), ('policy samples', 0), ('admissions', 0), ('audit entries', 0),
     ('policies sampled', 0) $$,
   'with nothing to do the sweep says so, task by task');
 
@@ -454,8 +454,8 @@ do $$
 begin
   perform pg_temp.at(10000000);
   delete from dispatch_tick_samples;
-  insert into dispatch_tick_samples (at, policy_name, partitions_seen, partitions_admitted, partitions_denied, jobs_admitted, handoff_failures, denied_reasons, duration_ms)
-  select dispatch_now() - make_interval(secs => age), 'kept', 0, 0, 0, 0, 0, '{}', 0 from unnest(array[86400, 86401, 86402, 5]) as age;
+  insert into dispatch_tick_samples (at, policy_name, partitions_seen, partitions_admitted, partitions_denied, jobs_admitted, handoff_failures, denied_reasons, duration_ms, counted)
+  select dispatch_now() - make_interval(secs => age), 'kept', 0, 0, 0, 0, 0, '{}', 0, true from unnest(array[86400, 86401, 86402, 5]) as age;
 end;
 $$;
 select is((select samples from dispatch_sweep_old(dispatch_now(), 1)), 1::bigint, 'old samples go in bounded bites');

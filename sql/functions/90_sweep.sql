@@ -237,6 +237,7 @@ begin
     select id
     from dispatch_tick_samples
     where at < v_metrics_since
+      and counted
     limit p_limit
     for update skip locked
   );
@@ -269,7 +270,7 @@ begin
   get diagnostics audit_entries = row_count;
 end;
 $$;
-comment on function dispatch_sweep_old(timestamptz, integer) is 'Forgets samples past metrics_retention, admissions past admission_retention whose job has ended, and audit entries past audit_retention.';
+comment on function dispatch_sweep_old(timestamptz, integer) is 'Forgets samples past metrics_retention (of ticks only those that are counted), admissions past admission_retention whose job has ended, and audit entries past audit_retention.';
 
 create or replace function dispatch_sweep()
 returns table (task text, affected bigint)
@@ -290,6 +291,7 @@ begin
   return query select 'orphaned jobs', dispatch_sweep_orphans(v_now, v_limit);
   v_partitions := dispatch_sweep_partitions(v_now, v_limit);
   return query values ('counters set right', v_partitions.reconciled), ('idle partitions', v_partitions.forgotten);
+  return query select 'ticks counted', dispatch_count_ticks(v_now, v_limit);
   v_old := dispatch_sweep_old(v_now, v_limit);
   return query values ('tick samples', v_old.samples), ('policy samples', v_old.policy_samples), ('admissions', v_old.admissions),
     ('audit entries', v_old.audit_entries);

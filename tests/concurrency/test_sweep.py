@@ -34,6 +34,10 @@ BITES = {
         "dispatch_staged_jobs where job_id is not null order by job_id",
         "select dispatch_sweep_orphans(dispatch_now(), 1)",
     ),
+    "ticks not counted": (
+        "dispatch_tick_samples order by id",
+        "select dispatch_count_ticks(dispatch_now(), 1)",
+    ),
     "tick samples": (
         "dispatch_tick_samples order by id",
         "select samples from dispatch_sweep_old(dispatch_now(), 1)",
@@ -50,6 +54,7 @@ COUNTS = {
     "forgotten workers": "dispatch_inflight_jobs where orphaned_at is null",
     "orphaned jobs": "dispatch_staged_jobs",
     "orphaned retries": "dispatch_staged_jobs",
+    "ticks not counted": "dispatch_tick_samples where not counted",
     "tick samples": "dispatch_tick_samples",
     "admissions": "dispatch_admissions",
 }
@@ -73,10 +78,12 @@ def leave(conn: psycopg.Connection, clock: Clock, what: str) -> None:
     tick(conn)
     if what == "slots of ended jobs":
         without_triggers(conn, "delete from procrastinate_jobs")
-    elif what == "tick samples":
+    elif what in ("ticks not counted", "tick samples"):
         for key in ("d", "e"):
             stage(conn, key)
             tick(conn)
+        if what == "tick samples":
+            conn.execute("select dispatch_count_ticks(dispatch_now(), 3)")
     else:
         conn.execute("insert into procrastinate_workers (last_heartbeat) values (dispatch_now())")
         for job_id in column(conn, "select id from procrastinate_jobs"):
