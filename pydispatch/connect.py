@@ -41,34 +41,37 @@ class Source:
         self._conninfo = conninfo
         self._connector = None if conninfo is not None else _psycopg_connector(connector)
 
-    async def connect(self, **defaults: Any) -> psycopg.AsyncConnection[Any]:
-        """Open a connection in autocommit.
+    async def options(self, **defaults: Any) -> dict[str, Any]:
+        """Return what ``psycopg.connect`` takes, for a connection in autocommit.
 
         Args:
             defaults: libpq's options in place of those in ``CONNECTION``, where the user's
                 conninfo has none.
-
-        Raises:
-            psycopg.Error: There is no connection.
         """
         conninfo: Any = self._conninfo
         options: Any = {}
-        configure = None
         if self._connector is not None:
             arguments = self._connector._pool_args
             pool = getattr(self._connector, "_async_pool", None)
             conninfo = pool.conninfo if pool else arguments.get("conninfo", "")
             options = (pool.kwargs if pool else arguments.get("kwargs")) or {}
-            configure = arguments.get("configure")
         conninfo, options = await _called(conninfo), await _called(options)
-        options = {
+        return {
             **CONNECTION,
             **defaults,
             **conninfo_to_dict(conninfo),
             **options,
             "autocommit": True,
         }
-        connection = await psycopg.AsyncConnection.connect(**options)
+
+    async def connect(self, **defaults: Any) -> psycopg.AsyncConnection[Any]:
+        """Open a connection in autocommit; takes what ``options`` does.
+
+        Raises:
+            psycopg.Error: There is no connection.
+        """
+        connection = await psycopg.AsyncConnection.connect(**await self.options(**defaults))
+        configure = self._connector._pool_args.get("configure") if self._connector else None
         if inspect.iscoroutinefunction(configure):
             await configure(connection)
             await connection.set_autocommit(True)
