@@ -52,6 +52,18 @@ begin atomic
 end;
 comment on function dispatch_aimd_params(jsonb, text) is 'The knobs of an adaptive gate among resolved parameters, each brought into its range: a value looked up at tick time may be anything.';
 
+create or replace function dispatch_adaptive_cap(p_current_max integer, p_in_flight integer, p_initial_max integer, p_floor_max integer, p_top_max integer)
+returns integer
+language sql
+immutable
+parallel safe
+return greatest(
+  least(coalesce(p_current_max, p_initial_max), p_top_max),
+  p_floor_max,
+  case when p_in_flight = 0 then p_initial_max end
+);
+comment on function dispatch_adaptive_cap(integer, integer, integer, integer, integer) is 'The cap of a partition whose gate has come to p_current_max (null: has learned nothing yet). With nothing in flight it is at least initial_max, so that an idle partition leaves the floor.';
+
 create or replace function dispatch_gate_adaptive_concurrency(p_claims dispatch_claim[], p_gate text, p_now timestamptz)
 returns dispatch_claim[]
 language plpgsql
@@ -68,10 +80,7 @@ begin
   return array(
     select dispatch_narrow(
       c, c.gate_state,
-      greatest(
-        greatest(least(coalesce(stats.current_max, knobs.initial_max), knobs.top_max), knobs.floor_max) - c.in_flight,
-        case when c.in_flight = 0 then knobs.initial_max end
-      ),
+      dispatch_adaptive_cap(stats.current_max, c.in_flight, knobs.initial_max, knobs.floor_max, knobs.top_max) - c.in_flight,
       p_now + dispatch_full_backoff(c.params, p_gate), null, 'concurrency_full')
     from unnest(p_claims) as c
     cross join lateral dispatch_aimd_params(c.params, p_gate) as knobs

@@ -76,9 +76,9 @@ begin
   return array(
     select c.ordinal
     from unnest(p_claims) as c
-    join dispatch_partitions as p on p.id = c.partition_id
+    left join dispatch_partitions as p on p.id = c.partition_id
     order by
-      dispatch_decay(p.decayed_admits, extract(epoch from p_now - p.decayed_at)::double precision, p_policy.half_life) / p_weights[c.ordinal],
+      coalesce(dispatch_decay(p.decayed_admits, extract(epoch from p_now - p.decayed_at)::double precision, p_policy.half_life), 0) / p_weights[c.ordinal],
       c.ordinal
   );
 end;

@@ -256,24 +256,28 @@ $$;
 comment on function dispatch_running_jobs() is 'The jobs that workers run, also those of no policy.';
 
 create or replace function dispatch_slot_counts(p_now timestamptz)
-returns table (policy_name text, queued bigint, running bigint, oldest_queued_at timestamptz)
+returns table (policy_name text, queued bigint, running bigint, oldest_queued_at timestamptz, oldest_job_id bigint)
 language plpgsql
 stable
 set search_path from current
 as $$
 begin
   return query
-    select
-      slot.policy_name,
-      count(*) filter (where running.job_id is null),
-      count(running.job_id),
-      min(slot.admitted_at) filter (where running.job_id is null and slot.admitted_at <= p_now)
-    from dispatch_inflight_jobs as slot
-    left join dispatch_running_jobs() as running (job_id) on running.job_id = slot.job_id
-    group by slot.policy_name;
+    select counts.policy_name, counts.queued, counts.running, to_timestamp(counts.oldest[1] / 1e6), counts.oldest[2]
+    from (
+      select
+        slot.policy_name,
+        count(*) filter (where running.job_id is null) as queued,
+        count(running.job_id) as running,
+        min(array[(date_part('epoch', slot.admitted_at) * 1e6)::bigint, slot.job_id])
+          filter (where running.job_id is null and slot.admitted_at <= p_now) as oldest
+      from dispatch_inflight_jobs as slot
+      left join dispatch_running_jobs() as running (job_id) on running.job_id = slot.job_id
+      group by slot.policy_name
+    ) as counts;
 end;
 $$;
-comment on function dispatch_slot_counts(timestamptz) is 'Per policy, how many slots belong to jobs that no worker has taken, and to jobs that run; and when the longest queued was admitted (a retry of procrastinate''s own counts from the time for which it is planned). Reads all slots once, however many jobs are staged.';
+comment on function dispatch_slot_counts(timestamptz) is 'Per policy, how many slots belong to jobs that no worker has taken, and to jobs that run; and which is queued longest, admitted when (a retry of procrastinate''s own counts from the time for which it is planned). Reads all slots once, however many jobs are staged.';
 
 create or replace function dispatch_workers_alive(p_since timestamptz)
 returns bigint
@@ -660,6 +664,39 @@ begin
 end;
 $$;
 comment on function dispatch_job_status(bigint) is 'procrastinate''s word (todo, doing, succeeded, failed, cancelled, aborted) for any job, staged or not; null when there is none. A finished job whose row is deleted counts as succeeded.';
+
+create or replace function dispatch_lock_holders(p_lock text, p_queueing_lock text, out running_id bigint, out queued_id bigint)
+language plpgsql
+stable
+set search_path from current
+set enable_seqscan = off
+as $$
+begin
+  select id into running_id from procrastinate_jobs where lock = p_lock and status = 'doing';
+  select id into queued_id from procrastinate_jobs where queueing_lock = p_queueing_lock and status = 'todo';
+end;
+$$;
+comment on function dispatch_lock_holders(text, text) is 'The job that runs under a lock, and the job in procrastinate''s queue that holds a queueing lock; null for none.';
+
+create or replace function dispatch_job_facts(
+  p_job_id bigint,
+  out status text, out scheduled_at timestamptz, out lock text, out started_at timestamptz, out worker_seen_at timestamptz
+)
+language plpgsql
+stable
+set search_path from current
+set enable_seqscan = off
+as $$
+begin
+  select job.status::text, job.scheduled_at, job.lock, worker.last_heartbeat
+  into status, scheduled_at, lock, worker_seen_at
+  from procrastinate_jobs as job
+  left join procrastinate_workers as worker on worker.id = job.worker_id
+  where job.id = p_job_id;
+  select max(event.at) into started_at from procrastinate_events as event where event.job_id = p_job_id and event.type = 'started';
+end;
+$$;
+comment on function dispatch_job_facts(bigint) is 'What procrastinate knows of a job: its status, its schedule, its lock, when it last started and when its worker gave its last sign. All null when its row is gone.';
 
 create or replace function dispatch_cancel_job(p_id bigint, p_abort boolean, p_delete_job boolean)
 returns boolean

@@ -166,7 +166,7 @@ begin
     )
     select
       status.policy_name, status.partition_key, status.shard, status.pending_count, status.in_flight_count, status.total_admitted,
-      status.decayed_admits, status.due_at, status.blocked_until, status.blocked_reason, status.paused, null::timestamptz,
+      status.decayed_admits, status.due_at, status.blocked_until, status.blocked_reason, status.paused, status.waiting_since,
       status.last_checked_at, status.last_admitted_at, status.first_seen_at, status.context, status.gate_state, status.id,
       dispatch_to_cursor(
         case p_sort
