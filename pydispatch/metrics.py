@@ -71,12 +71,28 @@ GAUGES = (
     _Named("dispatch_jobs_running", "Jobs in flight that a worker runs.", "running"),
     _Named("dispatch_jobs_dead", "Jobs set aside because they cannot be handed off.", "dead"),
     _Named("dispatch_jobs_stalled", "Running jobs whose worker gives no sign of life.", "stalled"),
+    _Named(
+        "dispatch_slots",
+        "Slots that the caps of the partitions with jobs in flight give them together; "
+        "0 where no cap is known.",
+        "slots",
+    ),
+    _Named(
+        "dispatch_partitions_full",
+        "Partitions that use all the slots of their caps.",
+        "full_partitions",
+    ),
     _Named("dispatch_partitions", "Partitions known.", "partitions"),
     _Named("dispatch_partitions_due", "Partitions that wait for the next tick.", "due"),
     _Named(
         "dispatch_partitions_blocked",
         "Partitions with waiting jobs that a gate, the budget or a pause holds back.",
         "blocked",
+    ),
+    _Named(
+        "dispatch_inbox_notes",
+        "Notes of jobs staged and ended that no tick has read yet; no more than 10000 are counted.",
+        "notes",
     ),
     _Named("dispatch_policy_paused", "1 while the whole policy is paused, else 0.", "paused"),
     _Named(
@@ -114,6 +130,7 @@ DENIED = _Named(
 )
 TICKS = _Named("dispatch_tick_seconds", "Duration of ticks that looked at a partition.", "ticks")
 
+WORKERS = _Named("dispatch_workers", "procrastinate's workers that give signs of life.", "")
 UP = _Named("dispatch_up", "1 if the database answered this scrape, else 0.", "")
 SCRAPE_SECONDS = _Named("dispatch_scrape_seconds", "How long this scrape took.", "")
 SCRAPE_ERRORS = _Named(
@@ -122,17 +139,29 @@ SCRAPE_ERRORS = _Named(
 
 STATUS = """
 select
-  status.policy_name, pending, in_flight, queued, running, dead, partitions, due, blocked,
-  paused::int as paused,
-  coalesce(stalled.jobs, 0) as stalled,
-  greatest(extract(epoch from dispatch_now() - oldest_due_at), 0) as oldest_due,
+  status.policy_name, status.pending, status.in_flight, status.queued, status.running,
+  status.dead, status.partitions, status.due, status.blocked, status.paused::int as paused,
+  stalled.jobs as stalled, slots.slots, slots.full_partitions, inbox.notes,
+  extract(epoch from dispatch_now() - oldest_due_at) as oldest_due,
   extract(epoch from oldest_wait) as oldest_wait,
   extract(epoch from dispatch_now() - oldest_queued_at) as oldest_queued
 from dispatch_policy_status as status
 left join (
   select policy_name, count(*) as jobs from dispatch_stalled_jobs group by policy_name
 ) as stalled on stalled.policy_name = status.policy_name
+left join dispatch_slot_use as slots on slots.policy_name = status.policy_name
+cross join lateral (
+  select count(*) as notes
+  from (
+    select from dispatch_inbox as note where note.policy_name = status.policy_name limit 10000
+  ) as note
+) as inbox
 order by status.policy_name
+"""
+ALIVE = """
+select dispatch_workers_alive(
+  dispatch_now() - make_interval(secs => dispatch_setting('inflight_stale_after')::float8)
+) as workers
 """
 TOTALS = "select policy_name, counter, label, value from dispatch_totals order by 1, 2, 3"
 
@@ -164,7 +193,7 @@ class Collector(_Collector):
         with self._lock:
             started = time.monotonic()
             try:
-                found = list(_families(*self._ask()))
+                found = self._ask()
             except Exception as error:
                 self._errors += 1
                 found = []
@@ -178,7 +207,7 @@ class Collector(_Collector):
             yield failures
         yield from found
 
-    def _ask(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    def _ask(self) -> list[Metric]:
         with (
             self._connect() as connection,
             connection.transaction(),
@@ -186,8 +215,10 @@ class Collector(_Collector):
         ):
             milliseconds = str(max(1, round(self._timeout * 1000)))
             cursor.execute("select set_config('statement_timeout', %s, true)", [milliseconds])
+            (alive,) = cursor.execute(ALIVE).fetchall()
             status = cursor.execute(STATUS).fetchall()
-            return status, cursor.execute(TOTALS).fetchall()
+            totals = cursor.execute(TOTALS).fetchall()
+        return [_gauge(WORKERS, alive["workers"]), *_gauges(status), *_counters(totals)]
 
     def _connect(self) -> AbstractContextManager[psycopg.Connection[Any]]:
         if not isinstance(self._where, str):
@@ -204,43 +235,40 @@ def _gauge(named: _Named, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(named.name, named.help, value=value)
 
 
-def _families(status: list[dict[str, Any]], totals: list[dict[str, Any]]) -> Iterator[Metric]:
-    """The metrics of all policies, from the rows of STATUS and TOTALS."""
+def _gauges(rows: list[dict[str, Any]]) -> Iterator[Metric]:
+    """The gauges of all policies, from the rows of STATUS."""
     for named in GAUGES:
         gauge = GaugeMetricFamily(named.name, named.help, labels=["policy"])
-        for row in status:
-            gauge.add_metric([row["policy_name"]], float(row[named.source] or 0))
+        for row in rows:
+            gauge.add_metric([row["policy_name"]], max(float(row[named.source] or 0), 0))
         yield gauge
 
-    values = {
-        (row["policy_name"], row["counter"], row["label"]): float(row["value"]) for row in totals
-    }
+
+def _counters(rows: list[dict[str, Any]]) -> Iterator[Metric]:
+    """The counters of all policies, and the histogram, from the rows of TOTALS."""
+    policies: dict[str, dict[str, dict[str, float]]] = {}
+    for row in rows:
+        counters = policies.setdefault(row["policy_name"], {})
+        counters.setdefault(row["counter"], {})[row["label"]] = float(row["value"])
+
     for named in COUNTERS:
         counter = CounterMetricFamily(named.name, named.help, labels=["policy"])
-        for (policy, source, _), value in values.items():
-            if source == named.source:
-                counter.add_metric([policy], value)
+        for policy, counters in policies.items():
+            counter.add_metric([policy], counters[named.source][""])
         yield counter
 
     denied = CounterMetricFamily(DENIED.name, DENIED.help, labels=["policy", "reason"])
-    for (policy, source, label), value in values.items():
-        if source == DENIED.source:
-            denied.add_metric([policy, label], value)
-    yield denied
-
     ticks = HistogramMetricFamily(TICKS.name, TICKS.help, labels=["policy"])
-    for (policy, source, _), count in values.items():
-        if source == TICKS.source:
-            buckets = sorted(
-                (float(label), value)
-                for (of, each, label), value in values.items()
-                if of == policy and each == "tick_seconds_bucket"
-            )
-            ticks.add_metric(
-                [policy],
-                buckets=[*((str(bound), value) for bound, value in buckets), ("+Inf", count)],
-                sum_value=values[policy, "tick_seconds", ""],
-            )
+    for policy, counters in policies.items():
+        for reason, count in counters[DENIED.source].items():
+            denied.add_metric([policy, reason], count)
+        bounds = sorted(counters["tick_seconds_bucket"].items(), key=lambda item: float(item[0]))
+        ticks.add_metric(
+            [policy],
+            buckets=[*bounds, ("+Inf", counters[TICKS.source][""])],
+            sum_value=counters["tick_seconds"][""],
+        )
+    yield denied
     yield ticks
 
 
