@@ -25,7 +25,7 @@ ACCEPTED = {
 ACCEPTED_EVERYWHERE = {"target type is different type than source type"}
 
 # Triggers fire in the order of their names, and this one has to come after procrastinate's own.
-NAMED_OTHERWISE = {"zz_dispatch_forget_parking"}
+NAMED_OTHERWISE = {"zz_dispatch_ended"}
 
 FUNCTIONS = """
     select

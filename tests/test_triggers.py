@@ -198,8 +198,8 @@ FAULTS: dict[str, tuple[str, str]] = {
         "alter table dispatch_inbox drop constraint fault",
     ),
     "a function of ours is gone": (
-        "alter function dispatch_free_slot(bigint, boolean) rename to free_slot",
-        "alter function free_slot(bigint, boolean) rename to dispatch_free_slot",
+        "alter function dispatch_channel() rename to channel",
+        "alter function channel() rename to dispatch_channel",
     ),
 }
 

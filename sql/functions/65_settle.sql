@@ -28,7 +28,7 @@ end;
 $$;
 comment on function dispatch_bury(bigint[], text[], timestamptz) is 'Moves staged jobs to dispatch_dead_jobs, each with its error.';
 
-create or replace function dispatch_write_handed(p_outcomes dispatch_outcome[], p_now timestamptz)
+create or replace function dispatch_write_handed(p_policy dispatch_policies, p_outcomes dispatch_outcome[], p_now timestamptz)
 returns void
 language plpgsql
 set search_path from current
@@ -39,6 +39,8 @@ set enable_hashjoin = off
 set enable_mergejoin = off
 set jit = off
 as $$
+declare
+  v_observed constant boolean := p_policy.gates @? '$[*].type ? (@ == "adaptive_concurrency")';
 begin
   with handed as materialized (
     select s.ctid as place, s.id, o.job_id, s.job_id is not null as was_parked, s.partition_id, s.staged_at, s.policy_name,
@@ -52,8 +54,8 @@ begin
     delete from dispatch_staged_jobs
     where ctid = any (array(select place from handed))
   ), slots as (
-    insert into dispatch_inflight_jobs (job_id, staged_id, partition_id, admitted_at, policy_name, partition_key)
-    select job_id, id, partition_id, p_now, policy_name, partition_key
+    insert into dispatch_inflight_jobs (job_id, staged_id, partition_id, admitted_at, policy_name, partition_key, observed)
+    select job_id, id, partition_id, p_now, policy_name, partition_key, v_observed
     from handed
   ), admitted_again as (
     update dispatch_admissions
@@ -66,7 +68,7 @@ begin
   where not was_parked;
 end;
 $$;
-comment on function dispatch_write_handed(dispatch_outcome[], timestamptz) is 'Jobs that were handed off leave dispatch_staged_jobs and take their slots.';
+comment on function dispatch_write_handed(dispatch_policies, dispatch_outcome[], timestamptz) is 'Jobs that were handed off leave dispatch_staged_jobs and take their slots.';
 
 create or replace function dispatch_write_failed(p_outcomes dispatch_outcome[], p_now timestamptz)
 returns void
@@ -208,7 +210,7 @@ begin
   end loop;
 
   if p_outcomes <> '{}' then
-    perform dispatch_write_handed(p_outcomes, v_now);
+    perform dispatch_write_handed(p_policy, p_outcomes, v_now);
   end if;
   if v_not_handed <> '{}' then
     perform dispatch_write_failed(p_outcomes, v_now);

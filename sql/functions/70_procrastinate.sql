@@ -393,25 +393,6 @@ end;
 $$;
 comment on function dispatch_retry_stalled(bigint) is 'Retries a running job whose worker is lost. False, with a warning, when procrastinate''s table refuses (somebody is just taking its queueing lock): the next sweep tries again.';
 
-create or replace function dispatch_observed_lag_ms(p_slot dispatch_inflight_jobs)
-returns double precision
-language plpgsql
-stable
-set search_path from current
-as $$
-begin
-  if not exists (
-    select from dispatch_policies
-    where policy_name = p_slot.policy_name
-      and gates @? '$[*].type ? (@ == "adaptive_concurrency")'
-  ) then
-    return null;
-  end if;
-  return dispatch_lag_ms(p_slot.job_id, p_slot.admitted_at);
-end;
-$$;
-comment on function dispatch_observed_lag_ms(dispatch_inflight_jobs) is 'The lag of a slot''s job, if a gate of its policy learns from it; null when none does, or when the job did not start.';
-
 create or replace function dispatch_free_slot(p_job_id bigint, p_succeeded boolean)
 returns boolean
 language plpgsql
@@ -425,7 +406,7 @@ declare
 begin
   delete from dispatch_inflight_jobs where job_id = p_job_id returning * into v_slot;
   if found then
-    v_lag_ms := case when p_succeeded is not null then dispatch_observed_lag_ms(v_slot) end;
+    v_lag_ms := case when v_slot.observed and p_succeeded is not null then dispatch_lag_ms(p_job_id, v_slot.admitted_at) end;
     insert into dispatch_inbox (policy_name, partition_id, kind, jobs, succeeded, lag_ms)
     values (v_slot.policy_name, v_slot.partition_id, 'finished', -1, case when v_lag_ms is not null then p_succeeded end, v_lag_ms);
     perform dispatch_wake(v_slot.policy_name);
@@ -480,6 +461,9 @@ declare
   v_slot dispatch_inflight_jobs;
   v_lag_ms double precision;
 begin
+  if old.status not in ('doing', 'failed') then
+    return new;
+  end if;
   select * into v_admission from dispatch_admissions where job_id = new.id order by admitted_at desc limit 1;
   if not found then
     return new;
@@ -500,7 +484,7 @@ begin
     -- procrastinate runs it again by itself: it counts as in flight, also when it had failed or lost its slot.
     select * into v_slot from dispatch_inflight_jobs where job_id = new.id;
     if found then
-      v_lag_ms := dispatch_observed_lag_ms(v_slot);
+      v_lag_ms := case when v_slot.observed then dispatch_lag_ms(new.id, v_slot.admitted_at) end;
       update dispatch_inflight_jobs
       set (admitted_at, orphaned_at) = (greatest(dispatch_now(), new.scheduled_at), null)
       where job_id = new.id;
@@ -524,50 +508,54 @@ end;
 $$;
 comment on function dispatch_retried() is 'Trigger: a job of a policy goes back to todo. With retry_strategy restage the policy holds it, and its row is parked: far schedule and lowest priority (so that a worker''s fetch reads it last), no locks (so that it stands in nobody''s way).';
 
+-- One call for each job that ends, in the worker's transaction: so what it does for a running one stands here itself, where
+-- a call of dispatch_free_slot(), with its pins, would cost a quarter more.
 create or replace function dispatch_ended()
 returns trigger
 language plpgsql
 security definer
 set search_path from current
+set enable_seqscan = off
 as $$
+declare
+  v_succeeded boolean;
+  v_slot record;
+  v_lag_ms double precision;
 begin
-  if tg_op = 'DELETE' then
-    perform dispatch_free_slot(old.id, case when old.status = 'doing' then true end);
+  if tg_op = 'UPDATE' and new.status = 'todo' then
+    -- It did not end, it waits again: if parked, procrastinate has just written the far schedule down as an event.
+    if new.scheduled_at = dispatch_parked_until() then
+      delete from procrastinate_events
+      where job_id = new.id
+        and type = 'scheduled'
+        and at = new.scheduled_at;
+    end if;
+  elsif old.status = 'doing' then
+    v_succeeded := case when tg_op = 'DELETE' or new.status = 'succeeded' then true when new.status = 'failed' then false end;
+    delete from dispatch_inflight_jobs where job_id = old.id returning policy_name, partition_id, admitted_at, observed into v_slot;
+    if found then
+      if v_slot.observed and v_succeeded is not null then
+        v_lag_ms := dispatch_lag_ms(old.id, v_slot.admitted_at);
+      end if;
+      insert into dispatch_inbox (policy_name, partition_id, kind, jobs, succeeded, lag_ms)
+      values (v_slot.policy_name, v_slot.partition_id, 'finished', -1, case when v_lag_ms is not null then v_succeeded end, v_lag_ms);
+      perform pg_notify(dispatch_channel(), v_slot.policy_name);
+    end if;
+  elsif old.status = 'todo' then
+    perform dispatch_free_slot(old.id, null);
     -- Deleted before it ran: of such a job nothing is known any more, here as in procrastinate.
-    if old.status = 'todo' then
+    if tg_op = 'DELETE' then
       delete from dispatch_admissions where job_id = old.id;
     end if;
-    return old;
   end if;
-  perform dispatch_free_slot(new.id, case when old.status = 'doing' then case new.status when 'succeeded' then true when 'failed' then false end end);
-  return new;
+  return old;
 exception
   when others then
     raise warning 'pydispatch: the slot of job % is freed by the next sweep: % (SQLSTATE %)', old.id, sqlerrm, sqlstate;
-    return case when tg_op = 'DELETE' then old else new end;
+    return old;
 end;
 $$;
-comment on function dispatch_ended() is 'Trigger: a job ended (succeeded, failed, aborted, cancelled, deleted) and frees its slot. Never fails the statement that ended it.';
-
-create or replace function dispatch_forget_parking()
-returns trigger
-language plpgsql
-security definer
-set search_path from current
-as $$
-begin
-  delete from procrastinate_events
-  where job_id = new.id
-    and type = 'scheduled'
-    and at = new.scheduled_at;
-  return null;
-exception
-  when others then
-    raise warning 'pydispatch: the parking of job % stays among its events: % (SQLSTATE %)', new.id, sqlerrm, sqlstate;
-    return null;
-end;
-$$;
-comment on function dispatch_forget_parking() is 'Trigger: takes the far schedule of a parked job out of procrastinate''s events, which retention by age would stumble over.';
+comment on function dispatch_ended() is 'Trigger: a job ended (succeeded, failed, aborted, cancelled, deleted) and frees its slot. Of one that was parked, takes the far schedule out of procrastinate''s events, which retention by age would stumble over. Never fails the statement that ended it.';
 
 create or replace function dispatch_job_states(p_id bigint)
 returns setof dispatch_job_state
@@ -751,18 +739,21 @@ comment on function dispatch_stage_periodic(text, jsonb, text, bigint) is 'Stage
 
 -- A trigger on a table of anybody's would run these with the owner's rights, too, and free slots as it likes. To fire
 -- them, procrastinate's statements need no right on them.
-revoke all on function dispatch_retried(), dispatch_ended(), dispatch_forget_parking() from public;
+revoke all on function dispatch_retried(), dispatch_ended() from public;
 
+-- Postgres reads the text of each condition anew in each statement, a worker's fetch included: the shorter the better. What
+-- else has to hold is asked in the function.
 create or replace trigger dispatch_retried
   before update of status on procrastinate_jobs
   for each row
-  when (old.status in ('doing', 'failed') and new.status = 'todo')
+  when (new.status = 'todo')
   execute function dispatch_retried();
 
-create or replace trigger dispatch_ended
+-- Named to fire after procrastinate's own trigger, which writes the event.
+create or replace trigger zz_dispatch_ended
   after update of status on procrastinate_jobs
   for each row
-  when (old.status in ('todo', 'doing') and new.status in ('succeeded', 'failed', 'aborted', 'cancelled'))
+  when (new.status <> 'doing')
   execute function dispatch_ended();
 
 create or replace trigger dispatch_deleted
@@ -770,10 +761,3 @@ create or replace trigger dispatch_deleted
   for each row
   when (old.status in ('todo', 'doing'))
   execute function dispatch_ended();
-
--- Named to fire after procrastinate's own trigger, which writes the event.
-create or replace trigger zz_dispatch_forget_parking
-  after update of status on procrastinate_jobs
-  for each row
-  when (new.status = 'todo' and new.scheduled_at = '3000-01-01 00:00:00+00')
-  execute function dispatch_forget_parking();
