@@ -12,7 +12,17 @@ begin atomic
     ('metrics_retention', 86400.0, 60.0, 315360000.0, 'Seconds for which samples of ticks and policies are kept.'),
     ('admission_retention', 604800.0, 60.0, 315360000.0, 'Seconds for which an admission is kept after its job is gone.'),
     ('audit_retention', 7776000.0, 60.0, 315360000.0, 'Seconds for which entries of the audit log are kept.'),
-    ('queueing_lock_backoff', 1.0, 0.01, 3600.0, 'Seconds after which a job whose queueing lock was held is tried again.');
+    ('queueing_lock_backoff', 1.0, 0.01, 3600.0, 'Seconds after which a job whose queueing lock was held is tried again.'),
+    -- What dispatch_hints speaks of, each with the reason for its default.
+    ('hint_due_after', 120.0, 1.0, 31536000.0, 'Hints: seconds for which something may be due and not looked at. A driver looks within a second; of cron''s runs, one a minute, two would be missed.'),
+    ('hint_wait_after', 1800.0, 1.0, 31536000.0, 'Hints: seconds for which a gate may hold a partition''s jobs with none admitted. Most limits are per second, minute or a few; raise it where a rate is per hour.'),
+    ('hint_drain_after', 1800.0, 1.0, 31536000.0, 'Hints: seconds in which a backlog should be gone at the pace of the last 5 minutes. A shorter one is over before somebody has looked.'),
+    ('hint_queued_after', 300.0, 1.0, 31536000.0, 'Hints: seconds for which an admitted job may be queued. As long as a worker may be silent before it counts as lost.'),
+    ('hint_failure_percent', 1.0, 0.0, 100.0, 'Hints: percent of hand-offs that may fail in 5 minutes. A bad job now and then is set aside and harms no other; more is a fault of the deployment.'),
+    ('hint_growth_percent', 20.0, 1.0, 100000.0, 'Hints: percent by which waiting jobs may grow within 15 minutes while jobs are admitted. Less is the ebb and flow of a day.'),
+    ('hint_tick_ms', 12500.0, 1.0, 86400000.0, 'Hints: milliseconds that a tick may take. Half of the driver''s tick_max_duration: a tick that is ended there leaves no sample, so it has to be seen before.'),
+    ('hint_sweep_after', 300.0, 1.0, 31536000.0, 'Hints: seconds without a sweep. The driver sweeps each 30 seconds; later, the slots of lost workers are missed.'),
+    ('hint_pause_after', 3600.0, 1.0, 31536000.0, 'Hints: seconds after which a pause with jobs waiting is a warning. Whoever pauses for a deployment or an outage is back within the hour, or has forgotten it.');
 end;
 comment on function dispatch_setting_spec() is 'Every setting with its default, its range and its meaning.';
 

@@ -256,28 +256,51 @@ $$;
 comment on function dispatch_running_jobs() is 'The jobs that workers run, also those of no policy.';
 
 create or replace function dispatch_slot_counts(p_now timestamptz)
-returns table (policy_name text, queued bigint, running bigint, oldest_queued_at timestamptz, oldest_job_id bigint)
+returns table (policy_name text, queued bigint, running bigint, oldest_queued_at timestamptz)
 language plpgsql
 stable
 set search_path from current
 as $$
 begin
   return query
-    select counts.policy_name, counts.queued, counts.running, to_timestamp(counts.oldest[1] / 1e6), counts.oldest[2]
-    from (
-      select
-        slot.policy_name,
-        count(*) filter (where running.job_id is null) as queued,
-        count(running.job_id) as running,
-        min(array[(date_part('epoch', slot.admitted_at) * 1e6)::bigint, slot.job_id])
-          filter (where running.job_id is null and slot.admitted_at <= p_now) as oldest
-      from dispatch_inflight_jobs as slot
-      left join dispatch_running_jobs() as running (job_id) on running.job_id = slot.job_id
-      group by slot.policy_name
-    ) as counts;
+    select
+      slot.policy_name,
+      count(*) filter (where running.job_id is null),
+      count(running.job_id),
+      min(slot.admitted_at) filter (where running.job_id is null and slot.admitted_at <= p_now)
+    from dispatch_inflight_jobs as slot
+    left join dispatch_running_jobs() as running (job_id) on running.job_id = slot.job_id
+    group by slot.policy_name;
 end;
 $$;
-comment on function dispatch_slot_counts(timestamptz) is 'Per policy, how many slots belong to jobs that no worker has taken, and to jobs that run; and which is queued longest, admitted when (a retry of procrastinate''s own counts from the time for which it is planned). Reads all slots once, however many jobs are staged.';
+comment on function dispatch_slot_counts(timestamptz) is 'Per policy, how many slots belong to jobs that no worker has taken, and to jobs that run; and when the longest queued was admitted (a retry of procrastinate''s own counts from the time for which it is planned). Reads all slots once, however many jobs are staged.';
+
+create or replace function dispatch_queued_since(p_policy text, p_admitted_at timestamptz)
+returns table (job_id bigint, partition_key text, queue_name text)
+language plpgsql
+stable
+set search_path from current
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_hashjoin = off
+set enable_mergejoin = off
+set enable_sort = off
+as $$
+begin
+  return query
+    select slot.job_id, slot.partition_key, job.queue_name::text
+    from dispatch_inflight_jobs as slot
+    cross join lateral (
+      select j.queue_name from procrastinate_jobs as j where j.id = slot.job_id and j.status = 'todo' limit 1
+    ) as job
+    where slot.policy_name = p_policy
+      and slot.admitted_at = p_admitted_at
+    order by slot.job_id
+    limit 1;
+end;
+$$;
+comment on function dispatch_queued_since(text, timestamptz) is 'The first of a policy''s queued jobs that were admitted at that moment. Reads slots in the order of their jobs, so that the longest queued are found soon.';
 
 create or replace function dispatch_workers_alive(p_since timestamptz)
 returns bigint

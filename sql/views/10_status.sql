@@ -53,13 +53,12 @@ with clock as materialized (
     count(*) as partitions,
     sum(greatest(p.pending_count, 0))::bigint as pending,
     sum(p.in_flight_count)::bigint as in_flight,
-    count(*) filter (where p.due_at <= clock.now) as due,
+    count(*) filter (where p.due_at <= (select now from clock)) as due,
     count(*) filter (where p.blocked_reason is not null and p.due_at is not null) as blocked,
     min(p.due_at) as oldest_due_at,
-    min(p.waiting_since) filter (where p.waiting_since <= clock.now and p.blocked_reason is distinct from 'paused') as waiting_since,
-    coalesce(sum(p.pending_count) filter (where p.waiting_since <= clock.now), 0)::bigint as waiting
+    min(p.waiting_since) filter (where p.waiting_since <= (select now from clock) and p.blocked_reason is distinct from 'paused') as waiting_since,
+    coalesce(sum(p.pending_count) filter (where p.waiting_since <= (select now from clock)), 0)::bigint as waiting
   from dispatch_partitions as p
-  cross join clock
   group by p.policy_name
 )
 select
