@@ -17,6 +17,7 @@ import typer
 
 from pydispatch import (
     cli_operate,  # noqa: F401  # registers its commands
+    cli_web,  # noqa: F401
     errors,
 )
 from pydispatch import migrate as migrations

@@ -321,7 +321,11 @@ async def confirm(request: Request) -> Response:
         remains=remains,
         token=security.csrf_token(secret),
         back=_page_about(Urls(request), action, subjects, asked),
-        from_policy=asked.get("from", [None])[0],
+        hidden=[
+            (field, value)
+            for field in ("policy", "partition", "id", "of", "from")
+            for value in asked.get(field, [])
+        ],
     )
     response.set_cookie(
         name,

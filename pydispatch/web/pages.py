@@ -86,13 +86,8 @@ def _totals(rows: list[Row]) -> Row:
 
 def _slots(capacity: dict[str, Row]) -> Row:
     """Slots over the policies whose caps are known."""
-    known = [row for row in capacity.values() if row["slots"] is not None]
-    return {
-        "used": sum(row["used"] for row in known),
-        "slots": sum(row["slots"] for row in known),
-        "partitions": sum(row["partitions"] for row in known),
-        "unknown": sum(row["used"] for row in capacity.values() if row["slots"] is None),
-    }
+    names = ("in_flight", "slots", "partitions", "full_partitions")
+    return {name: sum(row[name] for row in capacity.values()) for name in names}
 
 
 async def hints(request: Request) -> Response:
@@ -317,6 +312,8 @@ async def partition(request: Request) -> Response:
             else await _first_waiting(reader, found.policy, found.key)
         )
         explanation = await queries.explain(reader, next_id) if next_id is not None else []
+        reason = explanation[0]["reason"] if explanation else None
+        remedy = await queries.remedy(reader, reason or "", found.policy, found.key)
         in_flight = await queries.in_flight(reader, id, limit=51)
         adaptive = await queries.adaptive(reader, id)
         fairness = await queries.fairness(reader, found.policy, id)
@@ -330,6 +327,7 @@ async def partition(request: Request) -> Response:
         policy=definition,
         next_id=next_id,
         explanation=explanation,
+        remedy=remedy,
         gates=queries.gate_texts(definition["gates"]),
         waiting=waiting,
         after=after,

@@ -45,12 +45,22 @@ __all__ = [
     "policies",
     "policy",
     "policy_exists",
+    "remedy",
     "stalled",
     "tasks",
     "to_id",
     "waiting_page",
     "workers",
 ]
+
+REMEDIED = (
+    "throttle_empty",
+    "rate_zero",
+    "concurrency_full",
+    "max_zero",
+    "budget_exhausted",
+)
+"""Reasons of a gate for which there is something to change."""
 
 PARTITIONS_PAGE = 50
 WAITING_PAGE = 50
@@ -183,66 +193,28 @@ async def workers(reader: Reader, moment: datetime) -> int:
 
 
 async def capacity(reader: Reader, name: str | None = None) -> dict[str, Row]:
-    """Per policy, the slots that its caps allow where there is work, and those in use there.
-
-    Of a policy without a cap, or whose cap a function of the user's tells, ``slots`` is null.
-    """
+    """Per policy with a cap that is known and jobs in flight, how full its caps are."""
     rows = await reader.rows(
         """
-        with caps as (
-          select
-            policy.policy_name,
-            gate ->> 'name' as gate_name,
-            gate ->> 'type' as gate_type,
-            dispatch_to_number(policy.literals -> (gate ->> 'name' || case gate ->> 'type'
-              when 'concurrency' then '.max' else '.initial_max' end)) as cap,
-            lookup ->> 'ctx' as path,
-            dispatch_to_number(lookup -> 'default') as otherwise,
-            lookup ? 'sql' as asked
-          from dispatch_policies as policy
-          cross join lateral jsonb_array_elements(policy.gates) as gate
-          left join lateral jsonb_array_elements(policy.lookups) as lookup
-            on lookup ->> 'name' = gate ->> 'name' || case gate ->> 'type'
-              when 'concurrency' then '.max' else '.initial_max' end
-          where gate ->> 'type' in ('concurrency', 'adaptive_concurrency')
-            and (%(name)s::text is null or policy.policy_name = %(name)s)
-        ), busy as materialized (
-          select p.id, p.policy_name, p.in_flight_count, p.context
-          from dispatch_partitions as p
-          where (p.in_flight_count > 0 or p.pending_count > 0)
-            and (%(name)s::text is null or p.policy_name = %(name)s)
-        ), slots as (
-          select
-            busy.policy_name,
-            busy.in_flight_count,
-            min(greatest(case
-              when caps.asked then null
-              when caps.gate_type = 'adaptive_concurrency' then
-                coalesce(stats.current_max, caps.cap, caps.otherwise)
-              when caps.path is not null then
-                coalesce(dispatch_to_number(busy.context #> string_to_array(caps.path, '.')),
-                  caps.otherwise)
-              else caps.cap
-            end, 0)) as cap
-          from busy
-          left join caps on caps.policy_name = busy.policy_name
-          left join dispatch_adaptive_stats as stats
-            on caps.gate_type = 'adaptive_concurrency'
-            and stats.partition_id = busy.id
-            and stats.gate_name = caps.gate_name
-          group by busy.id, busy.policy_name, busy.in_flight_count
-        )
-        select
-          policy_name,
-          count(*) as partitions,
-          sum(in_flight_count)::bigint as used,
-          case when count(cap) = count(*) then floor(sum(cap))::bigint end as slots
-        from slots
-        group by policy_name
+        select * from dispatch_slot_use
+        where %(name)s::text is null or policy_name = %(name)s
         """,
         name=name,
     )
     return {row["policy_name"]: row for row in rows}
+
+
+async def remedy(reader: Reader, reason: str, policy: str, key: str) -> str | None:
+    """What to change where a gate holds a partition for this reason."""
+    if reason not in REMEDIED:
+        return None
+    said: str = await reader.value(
+        "select dispatch_say_remedy(%(reason)s, %(policy)s, %(key)s)",
+        reason=reason,
+        policy=policy,
+        key=key,
+    )
+    return said
 
 
 # -- charts

@@ -37,6 +37,7 @@ __all__ = [
     "foreign_origin",
     "host_is_allowed",
     "is_loopback",
+    "loopback_only",
     "new_secret",
     "token_matches",
 ]
@@ -196,6 +197,19 @@ def client_name(request: Request) -> str:
         name = getattr(user, "display_name", None) or getattr(user, "username", None)
         return str(name or user)
     return f"client {request.client.host}" if request.client else "unknown client"
+
+
+def loopback_only(request: Request, action: str, target: Target) -> str | None:
+    """An ``authorize`` for a server on a loopback address: whoever is on this machine may act.
+
+    Not for who came through a proxy, which lets anybody look like this machine.
+    """
+    forwarded = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
+    if request.client is None or not is_loopback(request.client.host):
+        return None
+    if any(name in request.headers for name in forwarded):
+        return None
+    return f"loopback {request.client.host}"
 
 
 async def allowed(

@@ -144,7 +144,7 @@ class Site:
                     "themes": THEMES,
                     "flash": flash,
                     "here": here(request),
-                    "query": request.query_params.get("q", "") if template != "partitions" else "",
+                    "query": request.query_params.get("q", "") if template == "search" else "",
                     "now": moment,
                     "ago": functools.partial(shown.ago, now=moment),
                     **values,
