@@ -1,4 +1,4 @@
-"""Write the parts of docs/ that repeat what the database says: ``python -m tests.reference``.
+"""Write the parts of docs/ that repeat what database and code say: ``python -m tests.reference``.
 
 ``tests/test_docs.py`` fails when they differ.
 """
@@ -11,6 +11,7 @@ from typing import Any
 
 import psycopg
 
+from pydispatch import metrics as exposed
 from tests.fixtures import create_database, start_server
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -150,10 +151,30 @@ def settings(conn: psycopg.Connection[Any]) -> str:
     return "\n".join(lines)
 
 
-def with_settings(page: str, table: str) -> str:
-    """Return a page with the table of settings put between its marks."""
+def metrics() -> str:
+    """Return the table of metrics in docs/metrics.md."""
+    lines = ["| metric | type | labels | |", "|---|---|---|---|"]
+    for kind, labels, named in (
+        *(("gauge", ["policy"], named) for named in exposed.GAUGES),
+        *(("counter", ["policy"], named) for named in exposed.COUNTERS),
+        ("counter", ["policy", "reason"], exposed.DENIED),
+        ("histogram", ["policy"], exposed.TICKS),
+        ("gauge", [], exposed.WORKERS),
+        ("gauge", [], exposed.UP),
+        ("gauge", [], exposed.SCRAPE_SECONDS),
+        ("counter", [], exposed.SCRAPE_ERRORS),
+    ):
+        name = f"{named.name}_total" if kind == "counter" else named.name
+        lines.append(
+            f"| `{name}` | {kind} | {', '.join(f'`{each}`' for each in labels)} | {named.help} |"
+        )
+    return "\n".join(lines)
+
+
+def with_part(page: str, mark: str, table: str) -> str:
+    """Return a page with a table put between its marks."""
     return re.sub(
-        r"(<!-- settings: .*? -->\n).*?(<!-- end -->)",
+        rf"(<!-- {mark}: .*? -->\n).*?(<!-- end -->)",
         lambda match: f"{match[1]}\n{table}\n\n{match[2]}",
         page,
         flags=re.DOTALL,
@@ -176,9 +197,11 @@ def main() -> None:
         with psycopg.connect(server.dsn("dispatch")) as conn:
             DOCS.joinpath("sql.md").write_text(reference(conn), encoding="utf-8")
             page = DOCS / "operations.md"
-            page.write_text(
-                with_settings(page.read_text(encoding="utf-8"), settings(conn)), encoding="utf-8"
-            )
+            text = with_part(page.read_text(encoding="utf-8"), "settings", settings(conn))
+            page.write_text(text, encoding="utf-8")
+    page = DOCS / "metrics.md"
+    text = with_part(page.read_text(encoding="utf-8"), "metrics", metrics())
+    page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
