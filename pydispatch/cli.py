@@ -16,9 +16,9 @@ from typing import Annotated
 import typer
 
 from pydispatch import (
-    cli_operate,  # noqa: F401  # registers its commands
+    cli_look,  # noqa: F401  # registers its commands
+    cli_operate,  # noqa: F401
     cli_web,  # noqa: F401
-    errors,
 )
 from pydispatch import migrate as migrations
 from pydispatch.cli_command import app, command, query, show
@@ -157,24 +157,7 @@ def run(
     asyncio.run(driver.run())
 
 
-# -- looking
-
-
-@command()
-def status(session: Session, policy: _PolicyOption = None) -> None:
-    """Show each policy: partitions, jobs waiting and in flight, what was admitted."""
-    rows = query(
-        session,
-        """
-        select * from dispatch_policy_status
-        where %(policy)s::text is null or policy_name = %(policy)s
-        order by policy_name
-        """,
-        policy=policy,
-    )
-    if policy is not None and not rows:
-        raise errors.UnknownPolicy(f"unknown policy {policy!r}")
-    show(session, rows, empty="no policy is defined")
+# -- trying
 
 
 @command()

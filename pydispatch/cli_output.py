@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import date, timedelta
 from decimal import Decimal
-from typing import Any
+from typing import Any, Literal
 
 import rich.box
 from rich.cells import cell_len
@@ -21,7 +21,15 @@ from rich.text import Text
 
 from pydispatch.errors import DispatchError
 
-__all__ = ["print_error", "print_json", "print_line", "print_rows"]
+__all__ = [
+    "cut_table",
+    "print_error",
+    "print_json",
+    "print_line",
+    "print_rows",
+    "screen",
+    "shown",
+]
 
 _WIDE = 100_000  # columns of a page that is no terminal
 _GAP = 3  # columns between two columns of a table
@@ -34,7 +42,7 @@ def print_json(value: Any) -> None:
 
 def print_line(line: str) -> None:
     """Print a line for people."""
-    _console().print(_shown(line))
+    screen().print(shown(line))
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]], *, empty: str) -> None:
@@ -45,7 +53,7 @@ def print_rows(rows: Sequence[Mapping[str, Any]], *, empty: str) -> None:
     if not rows:
         print_line(empty)
         return
-    console = _console()
+    console = screen()
     with console.capture() as page:
         for place, part in enumerate(_table(rows, console) or map(_list, rows)):
             if place:
@@ -57,7 +65,7 @@ def print_rows(rows: Sequence[Mapping[str, Any]], *, empty: str) -> None:
 
 def _table(rows: Sequence[Mapping[str, Any]], console: Console) -> list[Table] | None:
     """The rows as one table, or None when it would have to break words."""
-    columns = {name.replace("_", " "): [_shown(row[name]) for row in rows] for name in rows[0]}
+    columns = {name.replace("_", " "): [shown(row[name]) for row in rows] for name in rows[0]}
     texts = [[heading, *(cell.plain for cell in cells)] for heading, cells in columns.items()]
     shortest = [max(cell_len(word) for text in column for word in text.split()) for column in texts]
     longest = [max(map(cell_len, column)) for column in texts]
@@ -73,11 +81,32 @@ def _table(rows: Sequence[Mapping[str, Any]], console: Console) -> list[Table] |
     for name, heading, short, long in zip(rows[0], columns, shortest, longest, strict=True):
         width = min(long, short + spare)
         spare -= width - short
-        numbers = all(isinstance(row[name], (int, float, Decimal, type(None))) for row in rows)
-        table.add_column(heading, width=width, justify="right" if numbers else "left")
+        justify: Literal["left", "right"] = "right" if _are_numbers(rows, name) else "left"
+        table.add_column(heading, width=width, justify=justify)
     for cells in zip(*columns.values(), strict=True):
         table.add_row(*cells)
     return [table]
+
+
+def cut_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Rows as a table with a line each: where there is no room, texts are cut, numbers are not."""
+    table = Table(box=rich.box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
+    for name in rows[0] if rows else ():
+        numbers = _are_numbers(rows, name)
+        table.add_column(
+            name.replace("_", " "),
+            justify="right" if numbers else "left",
+            no_wrap=True,
+            overflow="ellipsis",
+            min_width=max(len(shown(row[name])) for row in rows) if numbers else 4,
+        )
+    for row in rows:
+        table.add_row(*map(shown, row.values()))
+    return table
+
+
+def _are_numbers(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
+    return all(isinstance(row[name], (int, float, Decimal, timedelta, type(None))) for row in rows)
 
 
 def _list(row: Mapping[str, Any]) -> Table:
@@ -86,7 +115,7 @@ def _list(row: Mapping[str, Any]) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in row.items():
-        table.add_row(name.replace("_", " "), _shown(value))
+        table.add_row(name.replace("_", " "), shown(value))
     return table
 
 
@@ -101,7 +130,7 @@ def print_error(error: DispatchError, *, as_json: bool) -> None:
         }
         print(json.dumps({"error": report}, ensure_ascii=False, indent=2), file=sys.stderr)
         return
-    console = _console(error=True)
+    console = screen(error=True)
     label = f"error {error.sqlstate}" if error.sqlstate else "error"
     for style, name, text in (
         ("bold red", label, error.message),
@@ -109,10 +138,11 @@ def print_error(error: DispatchError, *, as_json: bool) -> None:
         ("bold", "hint", error.hint),
     ):
         if text:
-            console.print(Text(f"{name}: ", style) + _shown(text, keep="\n\t"))
+            console.print(Text(f"{name}: ", style) + shown(text, keep="\n\t"))
 
 
-def _console(*, error: bool = False) -> Console:
+def screen(*, error: bool = False) -> Console:
+    """Where output goes: a terminal as it is, anything else without end of lines or colour."""
     file = sys.stderr if error else sys.stdout
     terminal = file.isatty()
     return Console(
@@ -124,7 +154,7 @@ def _console(*, error: bool = False) -> Console:
     )
 
 
-def _shown(value: Any, keep: str = "") -> Text:
+def shown(value: Any, keep: str = "") -> Text:
     """A value as literal text, with what is not printable (nor among ``keep``) escaped."""
     if value is None:
         return Text("-")
@@ -134,6 +164,8 @@ def _shown(value: Any, keep: str = "") -> Text:
         text = json.dumps(value, default=_plain, ensure_ascii=False)
     elif isinstance(value, bool):
         text = "yes" if value else "no"
+    elif isinstance(value, timedelta):
+        text = _duration(value)
     else:
         text = str(value)
     return Text(
@@ -142,6 +174,24 @@ def _shown(value: Any, keep: str = "") -> Text:
             for char in text
         )
     )
+
+
+def _duration(value: timedelta) -> str:
+    """A time span in its two largest units: 45 s, 2 h 05 min, 3 d 04 h."""
+    seconds = abs(value.total_seconds())
+    sign = "-" if value < timedelta(0) else ""
+    if seconds < 9.95:
+        return f"{sign}{seconds:.1f} s"
+    if round(seconds) < 60:
+        return f"{sign}{round(seconds)} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{sign}{minutes} min {rest:02} s"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 24:
+        return f"{sign}{hours} h {minutes:02} min"
+    days, hours = divmod(hours, 24)
+    return f"{sign}{days} d {hours:02} h"
 
 
 def _plain(value: Any) -> Any:

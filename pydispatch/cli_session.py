@@ -16,6 +16,7 @@ import procrastinate
 import psycopg
 import typer
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.types.datetime import TimestamptzLoader
 
 from pydispatch.dispatch import Dispatch
 
@@ -83,7 +84,18 @@ class Session:
             options.update(more)
         options["autocommit"] = True
         with psycopg.connect(conninfo, **options) as connection:
+            connection.adapters.register_loader("timestamptz", _TimestamptzLoader)
             yield connection
+
+
+class _TimestamptzLoader(TimestamptzLoader):
+    """Leaves the times that Python has none for, such as infinity, as their text."""
+
+    def load(self, data: Any) -> Any:
+        try:
+            return super().load(data)
+        except psycopg.DataError:
+            return bytes(data).decode()
 
 
 def load_dispatch(path: str) -> Dispatch:
