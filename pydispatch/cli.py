@@ -141,7 +141,9 @@ def run(
     no_sync: Annotated[
         bool, typer.Option("--no-sync", help="Do not write the application's policies first.")
     ] = False,
-    log_level: Annotated[LogLevel, typer.Option(case_sensitive=False)] = LogLevel.info,
+    log_level: Annotated[
+        LogLevel, typer.Option(case_sensitive=False, help="How much it tells on standard error.")
+    ] = LogLevel.info,
 ) -> None:
     """Admit whenever something is due, until SIGTERM or SIGINT."""
     logging.basicConfig(

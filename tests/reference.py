@@ -12,6 +12,7 @@ from typing import Any
 import psycopg
 
 from pydispatch import metrics as exposed
+from tests import commands
 from tests.fixtures import create_database, start_server
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -199,6 +200,7 @@ def main() -> None:
             page = DOCS / "operations.md"
             text = with_part(page.read_text(encoding="utf-8"), "settings", settings(conn))
             page.write_text(text, encoding="utf-8")
+    DOCS.joinpath("cli.md").write_text(commands.page(), encoding="utf-8")
     page = DOCS / "metrics.md"
     text = with_part(page.read_text(encoding="utf-8"), "metrics", metrics())
     page.write_text(text, encoding="utf-8")

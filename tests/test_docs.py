@@ -29,7 +29,7 @@ from pydispatch.cli import app as command_line
 from pydispatch.demo.scene import TENANTS
 from pydispatch.driver import Driver, DriverOptions
 from pydispatch.embedded import EmbeddedPostgres
-from tests import reference
+from tests import commands, reference
 from tests.support import wait_for
 
 ROOT = Path(__file__).parent.parent
@@ -486,6 +486,13 @@ def test_an_error_is_raised_when_the_page_says_so(
     assert raised.value.sqlstate == sqlstate
     assert type(raised.value).__name__ == documented_errors()[sqlstate]
     assert raised.value.hint
+
+
+# -- docs/cli.md
+
+
+def test_the_page_of_commands_has_each_with_its_options() -> None:
+    assert page("docs/cli.md") == commands.page(), "run: python -m tests.reference"
 
 
 # -- docs/sql.md and docs/operations.md
