@@ -1,6 +1,6 @@
 -- Settling: what was handed off is written down and paid for, all of it together, and nothing else is.
 begin;
-select plan(64);
+select plan(69);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 
@@ -266,6 +266,30 @@ begin
 end;
 $$;
 select is((pg_temp.partition('next_none')).due_at, pg_temp.clock(110), 'a job that comes to an empty bucket waits for its token, unclaimed');
+
+-- Whether there is room for one more.
+select pg_temp.define('room', '[{"type": "throttle", "rate": 10, "per": 100}, {"type": "concurrency", "max": 20}]');
+select pg_temp.stage('room', 'left', 9);
+select pg_temp.stage('room', 'none', 10);
+select is((select jobs_admitted from dispatch_tick('room')), 19, 'of two partitions, one takes all its tokens and one leaves one');
+select results_eq(
+  $$select partition_key, blocked_until, blocked_reason from dispatch_partitions where policy_name = 'room' order by partition_key$$,
+  $$values ('left', null, null), ('none', dispatch_now() + interval '10 s', 'throttle_empty')$$,
+  'the next job of the first may go at once, and that of the second when its token comes');
+
+select pg_temp.define('idle', '[{"type": "adaptive_concurrency", "initial_max": 3, "target_lag_ms": 100}]');
+select pg_temp.stage('idle', 'a', 2);
+insert into dispatch_adaptive_stats (partition_id, gate_name, current_max, updated_at)
+select dispatch_partition_id('idle', 'a'), 'adaptive_concurrency', 1, dispatch_now()
+from dispatch_fold('idle', dispatch_now());
+select is((select jobs_admitted from dispatch_tick('idle')), 2, 'an idle partition may begin above its cap');
+select is((pg_temp.partition('idle')).blocked_reason, 'concurrency_full', 'and is full then, though the gate had allowed one more');
+
+select pg_temp.define('forced', '[{"type": "throttle", "rate": 1, "per": 100}]');
+select pg_temp.stage('forced', 'a', 3);
+do $$ begin perform dispatch_force_admit('forced', 'a', 10); end; $$;
+select is((pg_temp.partition('forced')).blocked_until, dispatch_now() + interval '300 s',
+  'jobs that were forced past a bucket are paid for, however many more might have been forced');
 
 -- What is denied.
 do $$

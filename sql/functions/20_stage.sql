@@ -140,6 +140,7 @@ create or replace function dispatch_stage_many(p_policy text, p_jobs jsonb)
 returns setof bigint
 language plpgsql
 set search_path from current
+set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 as $$
 declare

@@ -197,6 +197,7 @@ create or replace function dispatch_decide(p_policy dispatch_policies, p_shard t
 returns dispatch_handoffs
 language plpgsql
 set search_path from current
+set plan_cache_mode = force_generic_plan
 as $$
 declare
   v_handoff dispatch_handoffs;

@@ -87,8 +87,9 @@ end;
 $$;
 comment on function dispatch_write_failed(dispatch_outcome[], timestamptz) is 'Of jobs that could not be handed off, the bad ones go to dispatch_dead_jobs; those whose queueing lock is held wait a while.';
 
--- The claims after the hand-off. They pay for what went, and the gates are asked once more: their answer is when to look
--- again.
+-- The claims after the hand-off. They pay for what went. Where that was less than the gates had allowed, there is room for
+-- one more: a job that goes makes no gate allow more than one less. (But for an adaptive gate, which lets an idle partition
+-- begin above its cap.) All others are asked once more: the answer is when to look again.
 create or replace function dispatch_claims_after(p_policy dispatch_policies, p_claims dispatch_claim[], p_jobs integer[], p_now timestamptz)
 returns dispatch_claim[]
 language plpgsql
@@ -97,13 +98,22 @@ set search_path from current
 as $$
 declare
   v_buckets constant text[] := array(select gate ->> 'name' from jsonb_array_elements(p_policy.gates) as gate where gate ->> 'type' = 'throttle');
+  v_adaptive constant boolean := p_policy.gates @? '$[*].type ? (@ == "adaptive_concurrency")';
   v_claim dispatch_claim;
+  v_jobs integer;
+  v_room boolean;
   v_again dispatch_claim[] := '{}';
 begin
   foreach v_claim in array p_claims loop
-    if p_jobs[v_claim.ordinal] > 0 or v_claim.reason is null then
-      v_claim.gate_state := dispatch_spend(v_claim.gate_state, v_buckets, p_jobs[v_claim.ordinal]);
-      v_claim.in_flight := v_claim.in_flight + p_jobs[v_claim.ordinal];
+    v_jobs := p_jobs[v_claim.ordinal];
+    continue when v_jobs = 0 and v_claim.reason is not null;
+    v_room := v_claim.retry_at is null and v_jobs < v_claim.allowed and not (v_adaptive and v_claim.in_flight = 0);
+    continue when v_room and v_jobs = 0;
+    v_claim.gate_state := dispatch_spend(v_claim.gate_state, v_buckets, v_jobs);
+    if v_room then
+      p_claims[v_claim.ordinal] := v_claim;
+    else
+      v_claim.in_flight := v_claim.in_flight + v_jobs;
       v_claim.allowed := p_policy.admission_batch_size;
       v_claim.retry_at := null;
       v_claim.retry_after_finish := null;
@@ -112,13 +122,15 @@ begin
     end if;
   end loop;
 
-  foreach v_claim in array dispatch_pass_gates(p_policy.gates, v_again, p_now) loop
-    p_claims[v_claim.ordinal] := v_claim;
-  end loop;
+  if v_again <> '{}' then
+    foreach v_claim in array dispatch_pass_gates(p_policy.gates, v_again, p_now) loop
+      p_claims[v_claim.ordinal] := v_claim;
+    end loop;
+  end if;
   return p_claims;
 end;
 $$;
-comment on function dispatch_claims_after(dispatch_policies, dispatch_claim[], integer[], timestamptz) is 'The claims once p_jobs (by ordinal) were handed off.';
+comment on function dispatch_claims_after(dispatch_policies, dispatch_claim[], integer[], timestamptz) is 'The claims once p_jobs (by ordinal) were handed off. A claim with a retry_at is asked again however much it was allowed.';
 
 create or replace function dispatch_write_partitions(p_policy dispatch_policies, p_claims dispatch_claim[], p_jobs integer[], p_next timestamptz[], p_now timestamptz)
 returns void
@@ -192,23 +204,31 @@ create or replace function dispatch_settle_outcomes(p_policy dispatch_policies, 
 returns dispatch_tick_result
 language plpgsql
 set search_path from current
+set plan_cache_mode = force_generic_plan
 as $$
 declare
   v_now constant timestamptz := p_handoff.decided_at;
   v_not_handed constant bigint[] := array(select o.id from unnest(p_outcomes) as o where o.job_id is null);
-  v_jobs integer[] := array_fill(0, array[cardinality(p_handoff.claims)]);
+  v_jobs integer[] := '{}';
   v_reasons text[];
   v_next timestamptz[];
-  v_ordinal integer;
   v_result dispatch_tick_result;
 begin
-  for v_i in 1 .. cardinality(p_handoff.staged_ids) loop
-    if p_handoff.staged_ids[v_i] <> all (v_not_handed) then
-      v_ordinal := p_handoff.ordinals[v_i];
-      v_jobs[v_ordinal] := v_jobs[v_ordinal] + 1;
-    end if;
-  end loop;
-
+  if p_handoff.claims <> '{}' then
+    v_jobs := array(
+      select count(id)::integer
+      from (
+        select ordinal, id
+        from unnest(p_handoff.ordinals, p_handoff.staged_ids) as picked (ordinal, id)
+        where id <> all (v_not_handed)
+        union all
+        select ordinal, null
+        from generate_series(1, cardinality(p_handoff.claims)) as ordinal
+      ) as handed
+      group by ordinal
+      order by ordinal
+    );
+  end if;
   if p_outcomes <> '{}' then
     perform dispatch_write_handed(p_policy, p_outcomes, v_now);
   end if;

@@ -48,9 +48,11 @@ begin
   v_handoff.started_at := clock_timestamp();
   v_handoff.decided_at := dispatch_now();
 
-  -- The gates are asked, so that their state is as of now when it pays; their answer does not count.
+  -- The gates are asked, so that their state is as of now when it pays; their answer does not count, and they are asked
+  -- again afterwards (retry_at).
   v_handoff.claims := array(
-    select row(c.ordinal, c.partition_id, c.partition_key, c.context, c.params, c.gate_state, c.in_flight, p_limit, null, null, null)::dispatch_claim
+    select row(c.ordinal, c.partition_id, c.partition_key, c.context, c.params, c.gate_state, c.in_flight, p_limit,
+      v_handoff.decided_at, null, null)::dispatch_claim
     from unnest(dispatch_pass_gates(p_policy.gates,
       dispatch_resolve(p_policy, array[dispatch_new_claim(p_policy, v_partition, 1)], v_handoff.decided_at), v_handoff.decided_at)) as c
   );
