@@ -202,24 +202,24 @@ async def _force_admit(reader: Reader, target: Target, limit: int) -> Outcome:
 async def _cancel(reader: Reader, target: Target, limit: int) -> Outcome:
     done = await reader.value("select dispatch_cancel(%(id)s::bigint)", id=target.job_id)
     if done:
-        return Outcome("done", "Cancelled. It will not run.", {"cancelled": True})
+        return Outcome("done", "Cancelled. It will not run.", {})
     found = await queries.job(reader, target.job_id or 0)
     state = found["state"] if found else "unknown"
     return Outcome(
-        "nothing",
+        "failed",
         f"Nothing was cancelled: it is {state}, and only a staged job can be cancelled here.",
-        {"cancelled": False, "state": state},
+        {"error": f"the job is {state}"},
     )
 
 
 async def _requeue(reader: Reader, target: Target, limit: int) -> Outcome:
     await reader.row("select dispatch_requeue_dead(%(id)s::bigint)", id=target.job_id)
-    return Outcome("done", "Requeued: it waits in its policy again.", {"requeued": True})
+    return Outcome("done", "Requeued: it waits in its policy again.", {})
 
 
 async def _discard(reader: Reader, target: Target, limit: int) -> Outcome:
     await reader.row("select dispatch_discard_dead(%(id)s::bigint)", id=target.job_id)
-    return Outcome("done", "Discarded. It counts as cancelled now.", {"discarded": True})
+    return Outcome("done", "Discarded. It counts as cancelled now.", {})
 
 
 ACTIONS = {

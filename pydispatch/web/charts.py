@@ -19,9 +19,8 @@ from pydispatch.web.shown import number
 
 __all__ = ["Chart", "Series", "bar", "draw", "nice_ceiling", "ticks_of"]
 
-WIDTH, HEIGHT = 600, 190
-LEFT, RIGHT, TOP, BOTTOM = 46, 12, 12, 24
-LEGEND = 18
+WIDTH, HEIGHT = 600, 204
+LEFT, RIGHT, TOP, BOTTOM = 44, 16, 26, 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,10 +121,7 @@ def draw(chart: Chart) -> Markup:
     """The chart as an SVG element, or a sentence when there is nothing to draw."""
     if not chart.times or not chart.has_values:
         return Markup('<p class="empty">{}</p>').format(chart.empty)
-    several = len(chart.series) > 1
-    height = HEIGHT + (LEGEND if several else 0)
-    top = TOP + (LEGEND if several else 0)
-    bottom = height - BOTTOM
+    top, bottom = TOP, HEIGHT - BOTTOM
     ceiling = nice_ceiling(
         max(value for each in chart.series for value in each.values if value is not None)
     )
@@ -143,7 +139,7 @@ def draw(chart: Chart) -> Markup:
     title, description = f"{chart.id}-title", f"{chart.id}-description"
     parts = [
         f'<svg class="chart" role="img" aria-labelledby="{escape(title)} {escape(description)}" '
-        f'viewBox="0 0 {WIDTH} {height}" xmlns="http://www.w3.org/2000/svg">',
+        f'viewBox="0 0 {WIDTH} {HEIGHT}" xmlns="http://www.w3.org/2000/svg">',
         f'<title id="{escape(title)}">{escape(chart.title)}</title>',
         f'<desc id="{escape(description)}">{escape(chart.summary)}</desc>',
     ]
@@ -165,10 +161,13 @@ def draw(chart: Chart) -> Markup:
             f'<text class="label" x="{place:.1f}" y="{bottom + 16}" text-anchor="middle">'
             f"{moment:%H:%M}</text>"
         )
-    parts.append(
-        f'<text class="label unit" x="{WIDTH - RIGHT}" y="{top - 3 if several else top + 2}" '
-        f'text-anchor="end">{escape(chart.unit)}</text>'
-    )
+    parts.append(f'<text class="label unit" x="0" y="12">{escape(chart.unit)}</text>')
+    names = [each.name for each in chart.series]
+    if len(names) > 1:
+        places = [
+            WIDTH - RIGHT - sum(map(_legend_width, names[place:])) for place in range(len(names))
+        ]
+        parts += map(_legend, names, range(1, len(names) + 1), places)
     for place, each in enumerate(chart.series, 1):
         points = [
             (x(moment), y(value)) if value is not None else None
@@ -178,8 +177,6 @@ def draw(chart: Chart) -> Markup:
             parts.append(_bars(points, inner / len(chart.times), bottom, place))
         else:
             parts.append(_line(points, bottom, place, area=each.area))
-        if several:
-            parts.append(_legend(each.name, place, LEFT + (place - 1) * 150))
     return Markup("".join([*parts, "</svg>"]))
 
 
@@ -244,10 +241,15 @@ def _bars(
     )
 
 
+def _legend_width(name: str) -> float:
+    """How much room a name takes, about: letters are about half as wide as high."""
+    return 46 + 6 * len(name)
+
+
 def _legend(name: str, place: int, left: float) -> str:
     return (
-        f'<line class="line s{place}" x1="{left}" x2="{left + 22}" y1="9" y2="9"/>'
-        f'<text class="label legend" x="{left + 28}" y="12.5">{escape(name)}</text>'
+        f'<line class="line s{place}" x1="{left}" x2="{left + 22}" y1="8.5" y2="8.5"/>'
+        f'<text class="label legend" x="{left + 28}" y="12">{escape(name)}</text>'
     )
 
 

@@ -6,7 +6,7 @@ import base64
 import binascii
 import json
 import uuid
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -29,6 +29,10 @@ __all__ = [
     "policy",
     "search",
 ]
+
+
+LINGERING = timedelta(seconds=10)
+"""A job that was queued for longer might wait for workers that are not there."""
 
 
 async def overview(request: Request) -> Response:
@@ -314,7 +318,7 @@ async def partition(request: Request) -> Response:
         explanation = await queries.explain(reader, next_id) if next_id is not None else []
         reason = explanation[0]["reason"] if explanation else None
         remedy = await queries.remedy(reader, reason or "", found.policy, found.key)
-        in_flight = await queries.in_flight(reader, id, limit=51)
+        in_flight = await queries.in_flight(reader, id, limit=21)
         adaptive = await queries.adaptive(reader, id)
         fairness = await queries.fairness(reader, found.policy, id)
         found_hints = await queries.hints(reader, policy=found.policy, partition_key=found.key)
@@ -332,8 +336,13 @@ async def partition(request: Request) -> Response:
         waiting=waiting,
         after=after,
         first=not cursor,
-        in_flight=in_flight[:50],
-        more_in_flight=len(in_flight) > 50,
+        in_flight=in_flight[:20],
+        queued=[
+            row
+            for row in in_flight[:20]
+            if row["state"] == "queued" and row["admitted_at"] < now - LINGERING
+        ],
+        more_in_flight=len(in_flight) > 20,
         adaptive=adaptive,
         fairness=fairness,
         hints=found_hints,

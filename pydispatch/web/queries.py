@@ -63,7 +63,7 @@ REMEDIED = (
 """Reasons of a gate for which there is something to change."""
 
 PARTITIONS_PAGE = 50
-WAITING_PAGE = 50
+WAITING_PAGE = 25
 DEAD_PAGE = 50
 AUDIT_PAGE = 100
 HINTS = 20
@@ -442,7 +442,7 @@ async def waiting_page(
     return _page(rows, limit)
 
 
-async def in_flight(reader: Reader, partition_id: str, limit: int = 50) -> list[Row]:
+async def in_flight(reader: Reader, partition_id: str, limit: int) -> list[Row]:
     """The jobs of a partition that hold a slot, the longest admitted first."""
     return await reader.rows(
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import unicodedata
 from collections.abc import Mapping
 from datetime import datetime, timedelta, timezone
@@ -35,6 +36,9 @@ NONE = "\N{EN DASH}"
 
 FAR = 9000
 """A year from which on a time means "never": the database's infinity, or beyond any calendar."""
+
+_MOMENT = re.compile(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)(?:\.\d+)?\+00(?::00)?")
+"""A time inside of JSON, in a session whose time zone is UTC."""
 
 _REASONS = {
     "throttle_empty": "waits for its rate",
@@ -184,18 +188,21 @@ def duration(value: Any) -> str:
     raise AssertionError
 
 
-def ago(value: datetime | None, now: datetime) -> Markup:
-    """A time as seen from now, with the exact time beside it."""
+def ago(value: datetime | None, now: datetime, form: str = "{} ago") -> Markup:
+    """A time as seen from now, with the exact time beside it.
+
+    The form says how a time that is past is put, such as ``"for {}"``.
+    """
     if value is None:
         return Markup('<span class="none">never</span>')
     if value.year >= FAR or value.year <= 1:
         return Markup("<span>{}</span>").format("no end" if value.year >= FAR else "always")
     value = value.astimezone(timezone.utc)
     away = (now - value).total_seconds()
-    if abs(away) < 1:
+    if abs(away) < 1 and form == "{} ago":
         text = "now"
-    elif away > 0:
-        text = f"{_one_unit(away)} ago"
+    elif away >= 0:
+        text = form.format(_one_unit(away))
     else:
         text = f"in {_one_unit(-away)}"
     exact = value.isoformat(sep=" ", timespec="milliseconds").replace("+00:00", " UTC")
@@ -217,5 +224,7 @@ def numbers(values: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     for name, value in (values or {}).items():
         if value is None or isinstance(value, (dict, list)):
             continue
-        shown.append((words(name), number(value) if not isinstance(value, str) else value))
+        if isinstance(value, str):
+            value = _MOMENT.sub(r"\1 \2 UTC", value)
+        shown.append((words(name), number(value)))
     return shown
