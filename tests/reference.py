@@ -44,7 +44,12 @@ FUNCTIONS = {
         "dispatch_sweep",
         "dispatch_audit",
     ],
-    "Looking": ["dispatch_workers_alive"],
+    "Looking": [
+        "dispatch_explain",
+        "dispatch_partitions_page",
+        "dispatch_waiting_page",
+        "dispatch_workers_alive",
+    ],
     "Settings": ["dispatch_set", "dispatch_setting", "dispatch_setting_spec"],
     "Identity and time": ["dispatch_partition_id", "dispatch_now"],
 }
