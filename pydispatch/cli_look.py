@@ -74,6 +74,32 @@ _GLANCE = (
 )
 
 _HINTS = """
+from dispatch_policy_status as status
+left join (
+  select policy_name, jsonb_object_agg(level, hints) as hints
+  from (select policy_name, level, count(*) as hints from dispatch_hints group by 1, 2) as levels
+  group by policy_name
+) as found on found.policy_name = status.policy_name
+where %(policy)s::text is null or status.policy_name = %(policy)s
+order by status.policy_name
+"""
+
+# What scripts get of a policy, and what people see.
+_STATUS = "select status.*, coalesce(found.hints, '{}') as hints" + _WITH_HINTS
+_GLANCE = (
+    """
+    select
+      status.policy_name as policy, pending, in_flight, queued,
+      oldest_wait as longest_wait,
+      dispatch_now() - oldest_queued_at as longest_queued,
+      admitted_last_minute,
+      partitions, blocked, dead, paused,
+      coalesce((hints ->> 'critical')::int, 0) + coalesce((hints ->> 'warning')::int, 0) as hints
+    """
+    + _WITH_HINTS
+)
+
+_HINTS = """
 select level, hint, policy_name, partition_key, since, message, what_to_do
 from dispatch_hints
 where %(policy)s::text is null or policy_name = %(policy)s
@@ -86,13 +112,22 @@ from dispatch_partitions_page(%(policy)s, p_sort => %(sort)s, p_cursor => %(curs
 """
 
 # What people see of a partition. looked_at_in is when a tick looks next.
-_PARTITION = """
+_WAITS = """
   policy_name as policy, partition_key as partition, pending_count as pending,
-  in_flight_count as in_flight, total_admitted as admitted,
-  dispatch_now() - waiting_since as waits,
+  in_flight_count as in_flight, dispatch_now() - waiting_since as waits,
   case when paused then 'paused' else blocked_reason end as held_by,
   case when due_at < 'infinity' then greatest(due_at - dispatch_now(), interval '0') end
-    as looked_at_in,
+    as looked_at_in
+"""
+_PARTITION = (
+    _WAITS
+    + """
+  , total_admitted as admitted, dispatch_now() - last_admitted_at as last_admitted, cursor
+"""
+)
+_SERVED = """
+  policy_name as policy, partition_key as partition, pending_count as pending,
+  in_flight_count as in_flight, total_admitted as admitted,
   dispatch_now() - last_admitted_at as last_admitted
 """
 
@@ -123,7 +158,7 @@ def top(
         found = _look(session, policy, _LINES)
         print_json({name: found[name] for name in ("policies", "waiting", "served", "hints")})
     elif once or not console.is_terminal:
-        console.print(_page(_look(session, policy, _LINES)))
+        console.print(_page(_look(session, policy, _LINES), console.width))
     else:
         last: dict[str, Any] = {}
 
@@ -132,8 +167,8 @@ def top(
             try:
                 last = _look(session, policy, height)
             except psycopg.OperationalError as error:
-                return _page({**last, "problem": str(error).strip()})
-            return _page(last)
+                return _page({**last, "problem": str(error).strip()}, console.width)
+            return _page(last, console.width)
 
         watch(console, draw, interval)
 
@@ -142,60 +177,83 @@ _LINES = 60  # of a page that is no terminal
 
 
 def _look(session: Session, policy: str | None, lines: int) -> dict[str, Any]:
-    """Ask for what fits on a page of so many lines."""
+    """Ask for what fits on a page of so many lines, and for all policies and hints."""
     with session.connect() as connection, connection.cursor(row_factory=dict_row) as cursor:
 
         def ask(statement: str, **more: Any) -> list[dict[str, Any]]:
             return cursor.execute(statement.encode(), {"policy": policy, **more}).fetchall()
 
         cursor.execute("set statement_timeout to '10s'")
-        policies = ask(_GLANCE)
+        policies = sorted(ask(_GLANCE), key=lambda row: -row["pending"])
         if policy is not None and not policies:
             raise errors.UnknownPolicy(f"unknown policy {policy!r}")
-        hints = ask(_HINTS)
-        # The first line, the tables' heads and the lines between; a few lines for hints.
-        room = lines - 11 - min(len(policies), lines // 3) - min(len(hints), 3)
-        page = {"cursor": None, "search": None, "limit": max(room // 2, 3)}
+        found = {"lines": lines, "policies": policies, "hints": ask(_HINTS)}
+        # What is left by the first line, the hints, the policies, and the heads of three tables.
+        room = lines - 1 - len(_worst(found)) - (4 + len(_first(found))) - 2 * 4
+        page = {"cursor": None, "search": None, "limit": max(room // 2, 1)}
         return {
-            "lines": lines,
-            "policies": policies,
-            "hints": hints,
-            "waiting": ask(f"select {_PARTITION} {_PAGE}", sort="pending", pending=True, **page),
-            "served": ask(f"select {_PARTITION} {_PAGE}", sort="recent", pending=False, **page),
+            **found,
+            "waiting": ask(f"select {_WAITS} {_PAGE}", sort="pending", pending=True, **page),
+            "served": ask(f"select {_SERVED} {_PAGE}", sort="recent", pending=False, **page),
         }
 
 
-def _page(found: dict[str, Any]) -> Group:
+def _worst(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """The hints that have their place on the page."""
+    hints: list[dict[str, Any]] = found.get("hints", [])
+    return hints[: max(found.get("lines", 0) // 10, 1)]
+
+
+def _first(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """The policies that have their place on the page."""
+    policies: list[dict[str, Any]] = found.get("policies", [])
+    return policies[: max(found.get("lines", 0) // 4, 1)]
+
+
+def _short(row: dict[str, Any]) -> dict[str, Any]:
+    """A policy with headings that leave room on a narrow terminal."""
+    return {
+        "policy": row["policy"],
+        "pending": row["pending"],
+        "waits": row["longest_wait"],
+        "held": row["blocked"],
+        "in_flight": row["in_flight"],
+        "queued": row["queued"],
+        "for": row["longest_queued"],
+        "/min": row["admitted_last_minute"],
+        "dead": row["dead"],
+    }
+
+
+def _page(found: dict[str, Any], width: int) -> Group:
     """Lay what was found out as a page."""
-    parts: list[Any] = []
     policies = found.get("policies", [])
-    pending, in_flight = (sum(row[name] for row in policies) for name in ("pending", "in_flight"))
-    parts.append(
-        Text(
-            f"pydispatch {datetime.now():%H:%M:%S}  {len(policies)} policies  "
-            f"{pending} pending  {in_flight} in flight",
-            "bold",
-            no_wrap=True,
-            overflow="ellipsis",
-        )
-    )
+    sums = {name: sum(row[name] for row in policies) for name in ("pending", "in_flight", "dead")}
+    head = f"pydispatch {datetime.now():%H:%M:%S}   policies {len(policies)}"
+    for name, count in sums.items():
+        head += f"   {name.replace('_', ' ')} {count}"
+    parts: list[Any] = [Text(head, "bold", no_wrap=True, overflow="ellipsis")]
     if "problem" in found:
         parts.append(Text("no answer: ", "bold red") + shown(found["problem"]))
-    for hint in found.get("hints", [])[:3]:
+    for hint in _worst(found):
         style = {"critical": "bold red", "warning": "yellow"}.get(hint["level"], "")
         line = Text(f"{hint['level']} {hint['hint']} ", style, no_wrap=True, overflow="ellipsis")
         if hint["policy_name"] is not None:
             line += shown(hint["policy_name"]) + Text(": ")
         parts.append(line + shown(hint["message"]))
-    kept = max(found.get("lines", _LINES) // 3, 1)
+
+    seen = _first(found)
     for heading, rows in (
-        (None, policies[:kept]),
-        ("most waiting", found.get("waiting", [])),
-        ("last admitted", found.get("served", [])),
+        ("", [_short(row) for row in seen]),
+        ("most waiting", found.get("waiting")),
+        ("last admitted", found.get("served")),
     ):
         if rows:
-            parts += [Text(""), *([Text(heading, "bold")] if heading else []), cut_table(rows)]
-    if not policies:
+            parts += [Text(heading, "bold"), cut_table(rows, width)]
+            if not heading and len(policies) > len(seen):
+                parts.append(Text(f"and {len(policies) - len(seen)} more policies"))
+            parts.append(Text(""))
+    if policies == [] and "problem" not in found:
         parts.append(Text("no policy is defined"))
     return Group(*parts)
 
@@ -224,7 +282,7 @@ def partitions(
     all_: Annotated[bool, typer.Option("--all", help="All of them, however many.")] = False,
 ) -> None:
     """Show partitions: what waits, what runs, what holds them back."""
-    columns = "*" if session.json else f"{_PARTITION}, cursor"
+    columns = "*" if session.json else _PARTITION
     wanted = _MOST if all_ else limit
     rows: list[dict[str, Any]] = []
     more = True

@@ -33,6 +33,7 @@ __all__ = [
 
 _WIDE = 100_000  # columns of a page that is no terminal
 _GAP = 3  # columns between two columns of a table
+_SHORTEST = 6  # columns that are left of a text that is cut
 
 
 def print_json(value: Any) -> None:
@@ -88,20 +89,33 @@ def _table(rows: Sequence[Mapping[str, Any]], console: Console) -> list[Table] |
     return [table]
 
 
-def cut_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Rows as a table with a line each: where there is no room, texts are cut, numbers are not."""
+def cut_table(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
+    """Rows as a table with a line each. Texts that have no room are cut, the longest first."""
+    headings = {name: name.replace("_", " ") for name in rows[0]}
+    columns = {name: [shown(row[name]) for row in rows] for name in headings}
+    widths = {
+        name: max(cell_len(heading), *(cell.cell_len for cell in columns[name]))
+        for name, heading in headings.items()
+    }
+    texts = [name for name in headings if not _are_numbers(rows, name)]
+    spare = width - sum(widths.values()) - _GAP * (len(widths) - 1)
+    while spare < 0 and texts:
+        longest = max(texts, key=widths.__getitem__)
+        if widths[longest] <= _SHORTEST:
+            break
+        widths[longest] -= 1
+        spare += 1
     table = Table(box=rich.box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
-    for name in rows[0] if rows else ():
-        numbers = _are_numbers(rows, name)
+    for name, heading in headings.items():
         table.add_column(
-            name.replace("_", " "),
-            justify="right" if numbers else "left",
+            heading,
+            width=widths[name],
+            justify="left" if name in texts else "right",
             no_wrap=True,
             overflow="ellipsis",
-            min_width=max(len(shown(row[name])) for row in rows) if numbers else 4,
         )
-    for row in rows:
-        table.add_row(*map(shown, row.values()))
+    for cells in zip(*columns.values(), strict=True):
+        table.add_row(*cells)
     return table
 
 
