@@ -15,6 +15,7 @@ immutable
 parallel safe
 return (
   select case
+    when p_interval is null then null
     when seconds < 120 then format('%s s', floor(seconds))
     when seconds < 7200 then format('%s min', floor(seconds / 60))
     when seconds < 172800 then format('%s h', floor(seconds / 3600))
@@ -22,7 +23,7 @@ return (
   end
   from (select greatest(extract(epoch from p_interval), 0) as seconds) as span
 );
-comment on function dispatch_say_time(interval) is 'A span of time in its largest fitting unit: 90 s, 45 min, 30 h, 9 days.';
+comment on function dispatch_say_time(interval) is 'A span of time in its largest fitting unit: 90 s, 45 min, 30 h, 9 days; null for null.';
 
 create or replace function dispatch_say_name(p_name text)
 returns text

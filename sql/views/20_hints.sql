@@ -129,7 +129,7 @@ with limits as materialized (
         dispatch_say_time(limits.due_after), dispatch_say_name(problem.partition_key), dispatch_say_time(limits.now - problem.since),
         problem.never_checked || case when problem.never_checked = 1 then ' was' else ' were' end)
       else format('Staged jobs have not been looked at for %s.', dispatch_say_time(limits.now - note.since))
-    end || coalesce(format(' The last tick of this policy was %s ago.', dispatch_say_time(limits.now - ticks.last_at)),
+    end || coalesce(' The last tick of this policy was ' || dispatch_say_time(limits.now - ticks.last_at) || ' ago.',
       ' No tick of this policy is known.') as message,
     case
       when exists (select from ticks as others where others.last_at > limits.now - limits.due_after) then
@@ -242,7 +242,7 @@ with limits as materialized (
     format('%s wait and %s admitted in the last 5 min: at this pace the backlog is gone in %s.%s',
       dispatch_say_count(backlogs.jobs, 'job'), dispatch_say_count(ticks.jobs, 'job') || case when ticks.jobs = 1 then ' was' else ' were' end,
       dispatch_say_time(backlogs.jobs * interval '5 minutes' / ticks.jobs),
-      format(' %s of it wait in partitions that %s holds back.', dispatch_say_count(backlogs.reason_jobs, 'job'), backlogs.reason)),
+      coalesce(' ' || dispatch_say_count(backlogs.reason_jobs, 'job') || ' of it wait in partitions that ' || backlogs.reason || ' holds back.', '')),
     case
       when backlogs.reason_jobs > backlogs.jobs / 2 then dispatch_say_remedy(backlogs.reason, backlogs.policy_name, null)
       else format('No gate holds most of it: run another driver (pydispatch run), or raise admission_batch_size and partition_batch_size (select dispatch_define_policy(%L, ...)).',
@@ -387,7 +387,7 @@ with limits as materialized (
   union all
   select
     'warning', 'no_sweep', null, null,
-    coalesce(format('The last sweep was %s ago.', dispatch_say_time(limits.now - swept.at)), 'No sweep is known.')
+    coalesce('The last sweep was ' || dispatch_say_time(limits.now - swept.at) || ' ago.', 'No sweep is known.')
       || ' Without one, the slots of lost workers are not given back, and nothing old is removed.',
     'Run a driver, which sweeps (pydispatch run), or have cron call dispatch_sweep() each minute. Now, by hand: select * from dispatch_sweep(); or: pydispatch sweep. See "What runs" in docs/operations.md.',
     coalesce(swept.at, first_policy.created_at)
