@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 from pydispatch import cli_look
 from pydispatch.cli import app
 from tests.concurrency.support import cap, define, finish, stage, start, tick, value
+from tests.fixtures import Connect
 from tests.support import Clock, wait_for
 
 Cli = Callable[..., Any]
@@ -356,15 +357,18 @@ class TestMetrics:
     [cli_look._STATUS, cli_look._GLANCE, cli_look._HINTS, f"select * {cli_look._PAGE}"],
     ids=["status", "glance", "hints", "partitions"],
 )
-def test_no_look_reads_staged_jobs(conn: psycopg.Connection, statement: str) -> None:
+def test_no_look_reads_staged_jobs(
+    conn: psycopg.Connection, connect: Connect, statement: str
+) -> None:
     define(conn, **cap(1))
     stage(conn, "a", "a", "b")
     tick(conn)
     names = ("policy", "cursor", "search")
     arguments = {**dict.fromkeys(names), "sort": "pending", "limit": 10, "pending": False}
-    with conn.transaction():
-        conn.execute(statement.encode(), arguments).fetchall()
-        read = conn.execute(
+    looking = connect(autocommit=False)  # a session that has counted nothing yet
+    with looking.transaction():
+        looking.execute(statement.encode(), arguments).fetchall()
+        read = looking.execute(
             """
             select relname, seq_scan + coalesce(idx_scan, 0) > 0
             from pg_stat_xact_user_tables

@@ -220,14 +220,15 @@ def test_slots_are_what_the_lowest_cap_gives(conn: psycopg.Connection, dsn: str)
     assert row == (3 + 1, 2)
 
 
-def test_a_scrape_reads_no_staged_job(conn: psycopg.Connection) -> None:
+def test_a_scrape_reads_no_staged_job(conn: psycopg.Connection, connect: Connect) -> None:
     define(conn, **cap(1))
     stage(conn, "a", "a", "b")
     tick(conn)
-    with conn.transaction():
+    looking = connect(autocommit=False)  # a session that has counted nothing yet
+    with looking.transaction():
         for statement in (metrics.ALIVE, metrics.STATUS, metrics.TOTALS):
-            conn.execute(statement.encode()).fetchall()
-        read = conn.execute(
+            looking.execute(statement.encode()).fetchall()
+        read = looking.execute(
             """
             select relname, seq_scan + coalesce(idx_scan, 0) > 0
             from pg_stat_xact_user_tables
