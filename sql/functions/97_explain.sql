@@ -722,7 +722,7 @@ begin
     v_what := format('A tick looks at %s partitions, and more than those are due before this one.', v_policy.partition_batch_size);
   else
     v_job.blocks := false;
-    v_due_since := greatest(v_partition.due_at, v_ready_at, p_job.staged_at);
+    v_due_since := greatest(v_partition.due_at, p_job.eligible_at, p_job.staged_at);
     v_last_tick_at := dispatch_last_tick_at(p_job.policy_name);
     v_what := 'Nothing holds it: the next tick admits it.';
     if v_due_since < p_now - interval '2 minutes' and coalesce(v_last_tick_at < p_now - interval '2 minutes', true) then
