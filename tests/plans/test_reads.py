@@ -273,6 +273,45 @@ def test_a_sweep_reads_its_pages_and_no_backlog(big):
     found.check(partitions=every + 4 * FOLD, others=6 * SMALL)
 
 
+# -- looking
+
+
+@pytest.mark.parametrize("sort", ["pending", "admitted", "stale", "recent", "key"])
+def test_a_page_of_partitions_reads_no_waiting_job(sort, big):
+    with reads(big) as found:
+        query = "select cursor from dispatch_partitions_page(null, %s)"
+        cursor = big.execute(query, [sort]).fetchall()[-1][0]
+        query = "select count(*) from dispatch_partitions_page(null, %s, %s, p_search => '1')"
+        assert value(big, query, sort, cursor) == 50
+    assert found.scanned.pop("dispatch_partitions") == 2
+    found.check(partitions=found.rows["dispatch_partitions"])
+    assert found.rows["dispatch_partitions"] < 2 * 3 * LARGE
+
+
+@pytest.mark.parametrize("policy", ["deep", "future", "priorities"])
+def test_a_page_of_waiting_jobs_reads_about_a_page(policy, big):
+    """Also where all wait for one moment, and in the middle of the list."""
+    query = "select place, cursor from dispatch_waiting_page(%s, '0', 50, %s)"
+    cursor = None
+    for n in range(3):
+        with reads(big) as found:
+            rows = big.execute(query.encode(), [policy, cursor]).fetchall()
+        assert [place for place, _ in rows] == [*range(50 * n + 1, 50 * n + 51)]
+        cursor = rows[-1][1]
+        found.check(staged_jobs=3 * 50 + 2 * 20 + 10)
+
+
+@pytest.mark.parametrize("policy", ["deep", "future", "priorities", "backoff", "paused"])
+def test_an_explanation_looks_at_ten_thousand_jobs_at_most(policy, big):
+    ids = "select {}(id) from dispatch_staged_jobs where policy_name = %s"
+    for which, most in (("min", 100), ("max", 4 * FOLD)):
+        id_ = value(big, ids.format(which), policy)
+        with reads(big) as found:
+            row = big.execute("select numbers from dispatch_explain(%s)", [id_]).fetchone()
+            assert row is not None
+        found.check(staged_jobs=most, partitions=CLAIM + 5, others=5)
+
+
 # -- plans that outlive what they were made for
 
 
