@@ -256,7 +256,7 @@ begin
         select i.partition_id, i.jobs
         from dispatch_inbox as i
         where i.policy_name = p_policy
-          and i.kind = 'staged'
+          and i.kind in ('staged', 'removed')
         order by i.id
         limit p_limit
       )
@@ -299,7 +299,7 @@ begin
   ) + (
     select coalesce(sum(noted.jobs), 0)
     from (
-      select i.jobs from dispatch_inbox as i where i.policy_name = p_policy and i.kind = 'staged' order by i.id limit 10000
+      select i.jobs from dispatch_inbox as i where i.policy_name = p_policy and i.kind in ('staged', 'removed') order by i.id limit 10000
     ) as noted
   );
 end;
@@ -516,11 +516,11 @@ parallel safe
 begin atomic
   select make_interval(secs => coalesce(
     min(seconds),
-    ceil(extract(epoch from p_span) / p_steps / 86400) * 86400
+    (floor(extract(epoch from p_span) / p_steps / 86400) + 1) * 86400
   )::double precision)
   from unnest(array[0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600,
     43200, 86400]) as seconds
-  where seconds * p_steps >= extract(epoch from p_span);
+  where seconds * p_steps > extract(epoch from p_span);
 end;
 comment on function dispatch_round_step(interval, integer) is 'A round length of time of which at most p_steps cover a span.';
 
@@ -658,10 +658,14 @@ stable
 as $$
 declare
   v_step constant numeric := extract(epoch from p_step);
-  v_last constant integer := greatest(ceil(extract(epoch from p_ended_at - p_start) / v_step), 1) - 1;
+  v_last constant integer := floor(extract(epoch from p_ended_at - p_start) / v_step);
 begin
   return query
-    with played as materialized (
+    with groups as (
+      select ordinality::integer - 1 as group_number, key, partitions
+      from unnest(p_keys, p_partitions) with ordinality as groups (key, partitions, ordinality)
+      where partitions > 0
+    ), played as materialized (
       select
         group_number,
         greatest(staged_at, p_start) as came_at,
@@ -676,12 +680,13 @@ begin
       select group_number, admitted_at, 0, 1, 0, admitted_at - ready_at from played where admitted_at is not null
       union all
       select group_number, finished_at, 0, 0, 1, null from played where finished_at is not null
+      union all
+      select group_number, p_start + step * p_step, 0, 0, 0, null from groups cross join generate_series(0, v_last) as step
     ), placed as (
       select
         *,
-        least(floor(extract(epoch from at - p_start) / v_step), v_last)::integer as step,
-        -- What finishes makes room for what is admitted at the same moment.
-        sum(admitted - finished) over (partition by group_number order by at, finished desc rows unbounded preceding) as in_flight
+        floor(extract(epoch from at - p_start) / v_step)::integer as step,
+        sum(admitted - finished) over (partition by group_number order by at) as in_flight
       from moments
     ), counted as (
       select group_number, step, sum(staged) as staged, sum(admitted) as admitted, sum(finished) as finished,
@@ -691,40 +696,31 @@ begin
     ), denials as (
       select group_number, step, jsonb_object_agg(reason, times order by reason) as denied
       from (
-        select group_number, reason, sum(times) as times, least(floor(extract(epoch from at - p_start) / v_step), v_last)::integer as step
+        select group_number, reason, sum(times) as times, floor(extract(epoch from at - p_start) / v_step)::integer as step
         from unnest(p_denied_at, p_denied_group, p_denied_reason, p_denied_times) as denied (at, group_number, reason, times)
         group by 1, 2, 4
       ) as by_reason
       group by group_number, step
-    ), groups as (
-      select ordinality::integer - 1 as group_number, key, partitions
-      from unnest(p_keys, p_partitions) with ordinality as groups (key, partitions, ordinality)
-      where partitions > 0
     )
     select
       p_start + step * p_step,
       step * p_step,
       groups.key,
       groups.partitions,
-      coalesce(counted.staged, 0)::integer,
-      coalesce(counted.admitted, 0)::integer,
-      coalesce(counted.finished, 0)::integer,
-      sum(coalesce(counted.staged - counted.admitted, 0)) over so_far::integer,
-      greatest(
-        counted.in_flight,
-        sum(coalesce(counted.admitted - counted.finished, 0)) over so_far - coalesce(counted.admitted - counted.finished, 0)
-      )::integer,
+      counted.staged::integer,
+      counted.admitted::integer,
+      counted.finished::integer,
+      (sum(counted.staged - counted.admitted) over (partition by group_number order by step))::integer,
+      counted.in_flight::integer,
       coalesce(denials.denied, '{}'),
       counted.longest_wait,
       counted.mean_wait,
       null::interval,
       null::text
-    from groups
-    cross join generate_series(0, v_last) as step
-    left join counted using (group_number, step)
+    from counted
+    join groups using (group_number)
     left join denials using (group_number, step)
-    window so_far as (partition by groups.group_number order by step)
-    order by step, nullif(groups.group_number, 0) nulls last;
+    order by step, nullif(group_number, 0) nulls last;
 end;
 $$;
 comment on function dispatch_simulation_series(dispatch_simulated_jobs[], text[], integer[], timestamptz, timestamptz, interval, timestamptz[], integer[], text[], integer[]) is 'What became of the jobs of a simulation, as a series of steps for each group of partitions; p_keys and p_partitions begin with the group of all others.';

@@ -13,7 +13,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from tests.properties.model import Gate, Job, Model, Policy
-from tests.properties.support import START, Database, moment, tries
+from tests.properties.support import START, Database, tries
 
 MICROSECOND = timedelta(microseconds=1)
 END = START + timedelta(hours=2)
