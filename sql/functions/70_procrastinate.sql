@@ -220,6 +220,7 @@ create or replace function dispatch_stalled(p_now timestamptz, p_since timestamp
 returns table (job_id bigint, policy_name text, worker_id bigint, last_sign_at timestamptz)
 language plpgsql
 stable
+rows 20
 set search_path from current
 as $$
 begin
@@ -246,6 +247,7 @@ create or replace function dispatch_running_jobs()
 returns setof bigint
 language plpgsql
 stable
+rows 100
 set search_path from current
 set enable_seqscan = off
 as $$
@@ -259,6 +261,7 @@ create or replace function dispatch_slot_counts(p_now timestamptz)
 returns table (policy_name text, queued bigint, running bigint, oldest_queued_at timestamptz)
 language plpgsql
 stable
+rows 20
 set search_path from current
 as $$
 begin
@@ -279,6 +282,7 @@ create or replace function dispatch_queued_since(p_policy text, p_admitted_at ti
 returns table (job_id bigint, partition_key text, queue_name text)
 language plpgsql
 stable
+rows 1
 set search_path from current
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off

@@ -102,21 +102,32 @@ with limits as materialized (
     where s.policy_name = policies.policy_name
       and s.at > limits.now - interval '5 minutes'
   ) as recent
-), trends as (
-  select
-    s.policy_name,
-    avg(s.waiting) filter (where s.at <= limits.now - interval '10 minutes') as early,
-    avg(s.waiting) filter (where s.at > limits.now - interval '10 minutes' and s.at <= limits.now - interval '5 minutes') as middle,
-    avg(s.waiting) filter (where s.at > limits.now - interval '5 minutes') as late,
-    -- Since when there has been a backlog all the time, within the last 6 minutes.
-    case when bool_and(s.waiting > 0 or s.at <= limits.now - interval '6 minutes') then
-      min(s.at) filter (where s.at > limits.now - interval '6 minutes')
-    end as backlog_since
-  from dispatch_policy_samples as s
+), trends as materialized (
+  select policies.policy_name, last_sample.at as last_at, recent.*
+  from policies
   cross join limits
-  where s.at > limits.now - interval '15 minutes'
-    and s.at <= limits.now
-  group by s.policy_name
+  left join lateral (
+    select s.at
+    from dispatch_policy_samples as s
+    where s.policy_name = policies.policy_name
+      and s.at <= limits.now
+    order by s.at desc
+    limit 1
+  ) as last_sample on true
+  cross join lateral (
+    select
+      avg(s.waiting) filter (where s.at <= limits.now - interval '10 minutes') as early,
+      avg(s.waiting) filter (where s.at > limits.now - interval '10 minutes' and s.at <= limits.now - interval '5 minutes') as middle,
+      avg(s.waiting) filter (where s.at > limits.now - interval '5 minutes') as late,
+      -- Since when there has been a backlog all the time, within the last 6 minutes.
+      case when bool_and(s.waiting > 0 or s.at <= limits.now - interval '6 minutes') then
+        min(s.at) filter (where s.at > limits.now - interval '6 minutes')
+      end as backlog_since
+    from dispatch_policy_samples as s
+    where s.policy_name = policies.policy_name
+      and s.at > limits.now - interval '15 minutes'
+      and s.at <= limits.now
+  ) as recent
 ), dead as (
   select policy_name, count(*) as jobs, min(died_at) as since, max(died_at) as newest_at
   from dispatch_dead_jobs
@@ -395,8 +406,8 @@ with limits as materialized (
   cross join (
     select min(created_at) as created_at from policies
   ) as first_policy
-  cross join lateral (
-    select max(s.at) as at from dispatch_policy_samples as s where s.at <= limits.now
+  cross join (
+    select max(last_at) as at from trends
   ) as swept
   where first_policy.created_at < limits.now - limits.sweep_after
     and coalesce(swept.at, '-infinity') < limits.now - limits.sweep_after
