@@ -252,12 +252,20 @@ class Terminal:
 
     def shows(self, text: str) -> bool:
         """Has it shown this since the last time that it was asked for?"""
-        while select.select([self.ours], [], [], 0)[0]:
-            self.text += os.read(self.ours, 65536).decode(errors="replace")
+        self.read()
         found = text in self.text
         if found:
             self.text = self.text.rpartition(text)[2]
         return found
+
+    def read(self) -> None:
+        while select.select([self.ours], [], [], 0)[0]:
+            self.text += os.read(self.ours, 65536).decode(errors="replace")
+
+    def ended(self) -> bool:
+        """Has the command ended? Until then what it shows is read, lest it wait for that."""
+        self.read()
+        return self.process.poll() is not None
 
     def key(self, key: str) -> None:
         os.write(self.ours, key.encode())
@@ -290,7 +298,8 @@ class TestTopInATerminal:
             terminal.key("x")
             wait_for(lambda: terminal.shows("pending 2"), 30)
             terminal.key("q")
-            assert terminal.process.wait(30) == 0
+            wait_for(terminal.ended, 30)
+            assert terminal.process.returncode == 0
             assert terminal.shows(LEFT)
             assert termios.tcgetattr(terminal.theirs) == terminal.before
 
@@ -299,7 +308,8 @@ class TestTopInATerminal:
         with in_terminal("top", dsn=dsn) as terminal:
             wait_for(lambda: terminal.shows("no policy is defined"), 30)
             terminal.process.send_signal(stop)
-            assert terminal.process.wait(30) == 0
+            wait_for(terminal.ended, 30)
+            assert terminal.process.returncode == 0
             assert terminal.shows(LEFT)
             assert termios.tcgetattr(terminal.theirs) == terminal.before
 
