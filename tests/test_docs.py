@@ -269,9 +269,12 @@ def test_the_quick_start_with_psql_shows_what_it_says(
     text = section(page("README.md"), "## Quick start with psql")
     shell = environment(empty_database)
     run_shell(blocks(text, "sh")[0], shell)
+    try_session(blocks(text, "psql"), shell)
 
-    (session,) = blocks(text, "psql")
-    for step in re.split(r"^=> ", session, flags=re.MULTILINE)[1:]:
+
+def try_session(sessions: list[str], shell: dict[str, str]) -> None:
+    """Type the statements of psql sessions, and compare what is shown where something is."""
+    for step in re.split(r"^=> ", "".join(sessions), flags=re.MULTILINE)[1:]:
         statement, _, expected = step.partition(";\n")
         done = subprocess.run(
             ["psql", "-X", "-q", "-P", "footer=off", "-v", "ON_ERROR_STOP=1", "-c", statement],
@@ -283,6 +286,34 @@ def test_the_quick_start_with_psql_shows_what_it_says(
         shown = [line.rstrip() for line in done.stdout.strip("\n").splitlines()]
         if expected.strip():
             assert shown == expected.strip("\n").splitlines(), statement
+
+
+# -- docs/seeing.md
+
+
+def test_the_sessions_of_the_seeing_page_show_what_they_say(
+    conn: psycopg.Connection, environment: Environment
+) -> None:
+    at_noon = "-c dispatch.fake_now=2026-01-01T12:00:00+00 -c timezone=UTC"
+    shell = {**environment(conn.info.dbname), "PGOPTIONS": at_noon}
+    try_session(blocks(page("docs/seeing.md"), "psql"), shell)
+
+
+def test_the_seeing_page_has_every_item_and_reason_of_an_explanation() -> None:
+    source = (ROOT / "sql/functions/97_explain.sql").read_text(encoding="utf-8")
+    text = section(page("docs/seeing.md"), "## Why does this job not run?")
+    items, reasons = text.split("| reason | what |")
+    given = set(re.findall(r"item := '(\w+)'|select '(\w+)', null, null", source))
+    assert {words(row[0])[0] for row in rows(items)} == {a or b for a, b in given}
+
+    given = set(re.findall(r"reason := '(\w+)'", source))
+    for cases in re.findall(r"reason := case(.*?)end(?: end)?;", source, re.DOTALL):
+        given |= set(re.findall(r"(?:then|else|, )\s*'(\w+)'", cases))
+    given |= {words(row[0])[0] for row in rows(section(POLICIES, "## Reasons"))}
+    documented = {word for row in rows("| reason | what |" + reasons) for word in words(row[0])}
+    ends = {"succeeded", "failed", "aborted", "cancelled", "finished"}
+    kinds = {"scheduled", "retry", "queueing_lock_held", "lock_held"}
+    assert documented - ends == given | kinds
 
 
 # -- docs/policies.md
@@ -474,6 +505,8 @@ def test_the_errors_page_has_every_error() -> None:
         ("PD008", "select dispatch_settle(-1, '{}', '{}', '{}')"),
         ("PD009", "select dispatch_set('nonsense', 1)"),
         ("PD009", "select dispatch_force_admit('p', '', 0)"),
+        ("PD009", "select dispatch_partitions_page('p', 'size')"),
+        ("PD009", "select dispatch_waiting_page('p', '', 0)"),
     ],
 )
 def test_an_error_is_raised_when_the_page_says_so(
