@@ -20,6 +20,7 @@ __all__ = [
     "number",
     "plain",
     "reason",
+    "said",
     "seconds",
     "shortened",
     "words",
@@ -70,6 +71,11 @@ def key(value: str | None, length: int | None = SHORT) -> Markup:
     return Markup('<bdi class="key"{}>{}</bdi>').format(title, _visible(cut))
 
 
+def said(value: str | None) -> Markup:
+    """A sentence that may quote keys: on its own direction, nothing in it invisible."""
+    return Markup("<bdi>{}</bdi>").format(_visible(value or "", keep="\n"))
+
+
 def shortened(value: str, length: int = SHORT) -> str:
     """The text, or its beginning and an ellipsis."""
     return value if len(value) <= length else value[: length - 1] + "…"
@@ -80,11 +86,11 @@ def plain(value: str) -> str:
     return "".join(_escaped(char) if hidden else char for char, hidden in _classified(value))
 
 
-def _visible(value: str) -> Markup:
+def _visible(value: str, keep: str = "") -> Markup:
     parts: list[Markup] = []
     text = ""
     for char, hidden in _classified(value):
-        if not hidden:
+        if not hidden or char in keep:
             text += char
             continue
         parts += [escape(text), Markup('<span class="esc">{}</span>').format(_escaped(char))]

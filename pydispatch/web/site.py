@@ -230,6 +230,7 @@ def templates() -> Environment:
         number=shown.number,
         plain=shown.plain,
         reason=shown.reason,
+        said=shown.said,
         seconds=shown.seconds,
         shortened=shown.shortened,
         shown_json=shown.as_json,
