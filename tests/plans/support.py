@@ -134,8 +134,9 @@ def fill(
     conn.execute(
         f"""
         insert into dispatch_partitions (id, policy_name, partition_key, first_seen_at, context,
-          pending_count, due_at)
-        select id, '{policy}', k::text, now(), jsonb_build_object('k', k), {jobs} / {keys}, {due}
+          pending_count, waiting_since, due_at)
+        select id, '{policy}', k::text, now(), jsonb_build_object('k', k), {jobs} / {keys}, now(),
+          {due}
         from backlog
         """.encode()
     )

@@ -312,6 +312,33 @@ def test_an_explanation_looks_at_ten_thousand_jobs_at_most(policy, big):
         found.check(staged_jobs=most, partitions=CLAIM + 5, others=5)
 
 
+@pytest.mark.parametrize("view", ["dispatch_policy_status", "dispatch_hints"])
+def test_what_is_shown_of_policies_reads_partitions_and_slots_once_and_no_waiting_job(view, big):
+    partitions, slots, running = (
+        value(big, f"select count(*) from {name}")
+        for name in (
+            "dispatch_partitions",
+            "dispatch_inflight_jobs",
+            "procrastinate_jobs where status = 'doing'",
+        )
+    )
+    with reads(big) as found:
+        shown = big.execute(f"select * from {view}".encode()).fetchall()
+    assert len(shown) >= 2
+    assert found.scanned.pop("dispatch_partitions") == 1
+    assert found.scanned.pop("dispatch_inflight_jobs") == 1
+    found.scanned.pop("dispatch_dead_jobs", None)  # counted
+    found.check(
+        staged_jobs=0,
+        partitions=partitions + 100,
+        inflight_jobs=slots + 100,
+        procrastinate_jobs=3 * running + 100,
+        inbox=1000,
+        dead_jobs=10 * SMALL + 100,
+        admissions=2 * running + 100,
+    )
+
+
 # -- plans that outlive what they were made for
 
 
