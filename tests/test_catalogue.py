@@ -398,6 +398,16 @@ SURFACE = {
     "dispatch_map_task": "p_task_name text, p_policy text",
     "dispatch_set": "p_name text, p_value numeric",
     "dispatch_setting": "p_name text",
+    "dispatch_explain": "p_id bigint",
+    "dispatch_partitions_page": (
+        "p_policy text, p_sort text DEFAULT 'pending'::text, p_cursor text DEFAULT NULL::text, "
+        "p_limit integer DEFAULT 50, p_search text DEFAULT NULL::text, "
+        "p_only_pending boolean DEFAULT false"
+    ),
+    "dispatch_waiting_page": (
+        "p_policy text, p_partition_key text, p_limit integer DEFAULT 50, "
+        "p_cursor text DEFAULT NULL::text"
+    ),
     "dispatch_now": "",
     "dispatch_channel": "",
 }

@@ -309,7 +309,8 @@ comment on function dispatch_nth_token(dispatch_claim, text[], integer, timestam
 create or replace function dispatch_admission_rate(p_policy dispatch_policies, p_partition dispatch_partitions, p_now timestamptz)
 returns double precision
 language plpgsql
-stable
+immutable
+parallel safe
 as $$
 declare
   v_age constant double precision := extract(epoch from p_now - p_partition.first_seen_at);
