@@ -231,7 +231,9 @@ begin
       select a.policy_name from dispatch_admissions as a where a.job_id = job.id limit 1
     ) as admission on true
     left join procrastinate_workers as worker on worker.id = job.worker_id
-    left join dispatch_inflight_jobs as slot on slot.job_id = job.id
+    left join lateral (
+      select s.job_id, s.orphaned_at from dispatch_inflight_jobs as s where s.job_id = job.id limit 1
+    ) as slot on true
     where job.status = 'doing'
       and (
         coalesce(worker.last_heartbeat, slot.orphaned_at) < p_since
