@@ -332,7 +332,7 @@ def test_what_is_shown_of_policies_reads_partitions_and_slots_once_and_no_waitin
     found.check(
         staged_jobs=0,
         partitions=partitions + 100,
-        inflight_jobs=slots + 100,
+        inflight_jobs=slots + 2 * running + 100,
         procrastinate_jobs=3 * running + 100,
         inbox=1000,
         dead_jobs=10 * SMALL + 100,
