@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bench import admission, curve, report, running, staging
+from bench import admission, curve, pages, report, running, staging
 from bench.measurement import Measurement
 from bench.plan import Plan
 from bench.server import open_server
@@ -26,6 +26,7 @@ ROWS: dict[str, Callable[[Plan], Iterator[Measurement]]] = {
     "enqueuers": staging.enqueuers,
     "latency": running.latency,
     "worker": running.worker,
+    "pages": pages.looks,
 }
 CURVE = "curve"
 

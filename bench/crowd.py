@@ -191,11 +191,11 @@ select
 from crowd
 where number < %(dead)s;
 insert into dispatch_tick_samples (at, policy_name, partitions_seen, partitions_admitted,
-  partitions_denied, jobs_admitted, handoff_failures, denied_reasons, duration_ms)
+  partitions_denied, jobs_admitted, handoff_failures, denied_reasons, duration_ms, counted)
 select
   now() - interval '24 hours' * (1 - turn::float8 / %(ticks)s), policy_name,
   50, 20, 30, 20 + turn %% 30, (turn %% 1000 = 0)::int,
-  '{"throttle_empty": 20, "concurrency_full": 10}', 5 + turn %% 40
+  '{"throttle_empty": 20, "concurrency_full": 10}', 5 + turn %% 40, turn < %(ticks)s - 30
 from dispatch_policies
 cross join generate_series(1, %(ticks)s) as turn;
 insert into dispatch_policy_samples (policy_name, at, partitions, pending, waiting, in_flight, due,

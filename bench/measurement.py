@@ -24,10 +24,14 @@ class Measurement:
     unit: str
     values: list[float]
     details: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    worst: bool = False
+    """Whether the bar is for each of the repetitions; else it is for their median."""
 
     @property
     def measured(self) -> float:
-        """The median of the repetitions."""
+        """The median of the repetitions, or the worst of them where the bar is for each."""
+        if self.worst:
+            return min(self.values) if self.at_least else max(self.values)
         return statistics.median(self.values)
 
     @property

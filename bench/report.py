@@ -26,13 +26,9 @@ def print_table(measurements: Sequence[Measurement]) -> None:
     table.add_column("met")
     for row in measurements:
         ours, reference = (
-            (
-                _number(statistics.median(values))
-                for values in (*list(row.details.values())[:2], *([[]] * 2))[:2]
-            )
-            if row.details
-            else ("", "")
-        )
+            *(_number(statistics.median(values)) for values in row.details.values()),
+            *("", ""),
+        )[:2]
         table.add_row(
             row.what,
             ours,
