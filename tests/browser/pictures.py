@@ -29,15 +29,8 @@ from tests.browser.serving import serve
 FOLDER = Path(__file__).parents[2] / "docs" / "images"
 WIDTH = 1280
 ColorScheme: TypeAlias = Literal["light", "dark"]
-LIMITS = {"acme": 600, "globex": 300, "hooli": 600, "initech": 60, "umbrella": 300, "wayne": 600}
+LIMITS = {"acme": 600, "globex": 300, "hooli": 600, "initech": 12, "umbrella": 300, "wayne": 600}
 """Calls a minute of each account. What ``initech`` sends is more than that."""
-
-# What goes wrong: somebody paused an account, and a job is for a task that no longer exists.
-MISHAPS = """
-select
-  dispatch_pause('payments', 'umbrella'),
-  dispatch_stage('payments', 'charge_v1', '{"account": "globex", "order": 1}')
-"""
 
 
 class Company:
@@ -52,7 +45,7 @@ class Company:
             "payments",
             partition_by="account",
             gates=[
-                Throttle(rate=ctx("calls_a_minute", default=300), per=60, burst=30),
+                Throttle(rate=ctx("calls_a_minute", default=300), per=60, burst=12),
                 Concurrency(max=4),
             ],
             context=lambda account, **_: {"account": account, "calls_a_minute": LIMITS[account]},
@@ -98,7 +91,7 @@ class Company:
             self.send(self.charge, "acme", most=60, every=10),
             self.send(self.charge, "globex", most=12, every=4),
             self.send(self.charge, "hooli", most=8, every=5),
-            self.send(self.charge, "initech", most=30, every=8),
+            self.send(self.charge, "initech", most=20, every=20),
             self.send(self.charge, "umbrella", most=4, every=6),
             self.send(self.charge, "wayne", most=90, every=25),
             self.send(self.reindex, "acme", most=60, every=15),
@@ -112,7 +105,11 @@ class Company:
         """Let senders, driver and worker run until the ``with`` block ends."""
         async with self.app.open_async():
             await self.dispatch.sync_async()
-            await self.app.connector.execute_query_async(MISHAPS)
+            # Somebody has paused an account.
+            await self.app.connector.execute_query_async(
+                "select dispatch_pause('payments', 'umbrella'),"
+                " dispatch_audit('on call', 'pause', 'payments', 'umbrella', null, '{}')"
+            )
             driver = Driver(self.dispatch, sync=False, install_signal_handlers=False)
             worker = self.app.run_worker_async(
                 concurrency=24, install_signal_handlers=False, shutdown_graceful_timeout=0
@@ -161,10 +158,10 @@ def pictures(conn: psycopg.Connection) -> Iterator[tuple[str, str, ColorScheme, 
     ).fetchone()
     assert slow is not None
     partition, job = slow
-    yield "overview", "/", "light", 1100
-    yield "policy", "/policy?name=payments", "dark", 1100
-    yield "partition", f"/partitions/{partition}", "light", 1100
-    yield "job", f"/jobs/{job}", "light", 800
+    yield "overview", "/", "light", 1060
+    yield "policy", "/policy?name=payments", "dark", 900
+    yield "partition", f"/partitions/{partition}", "light", 900
+    yield "job", f"/jobs/{job}", "light", 780
 
 
 async def main(minutes: float, folder: Path) -> None:
