@@ -1,6 +1,26 @@
 -- What is kept for people to look back on: since when jobs wait, what the sweep saw of each policy, who did what.
--- Partitions that hold jobs are written once, since from now on each of them says since when: 100,000 take about a second,
--- in which ticks wait and enqueuers do not.
+-- Partitions that hold jobs are written once, since from now on each of them says since when: 100,000 take about a second.
+
+-- Ticks, workers and whoever ends a job take these tables in different orders, and this run alters all of them: so all at
+-- once or none, lest it waits with one of them in hand for somebody who waits for it.
+do $$
+declare
+  v_until constant timestamptz := clock_timestamp() + interval '10 seconds';
+begin
+  while clock_timestamp() < v_until loop
+    begin
+      lock table procrastinate_jobs in share row exclusive mode nowait;
+      lock table dispatch_inbox, dispatch_partitions, dispatch_inflight_jobs, dispatch_admissions, dispatch_tick_samples
+        in access exclusive mode nowait;
+      return;
+    exception
+      when lock_not_available then
+        perform pg_sleep(0.002);
+    end;
+  end loop;
+  -- Then as they come: of two that wait for each other, Postgres ends one, which is tried again.
+end;
+$$;
 
 alter table dispatch_partitions add column waiting_since timestamptz;
 comment on column dispatch_partitions.waiting_since is 'Since when jobs wait here and none was admitted: the later of the last admission and the moment at which the first of them became eligible. In the future where all wait for their time; null exactly when pending_count is not above 0.';
