@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
+import signal
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pydispatch.cli_command import command
-from pydispatch.cli_output import print_error, print_line
+from pydispatch.cli_output import print_error
 from pydispatch.cli_session import Session
 from pydispatch.errors import DispatchError
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
-__all__ = ["web"]
+__all__ = ["web", "web_app"]
 
 
 @command()
@@ -50,61 +55,65 @@ def web(
         )
         print_error(DispatchError(message, sqlstate=""), as_json=session.json)
         raise typer.Exit(1) from None
-    loopback = is_loopback(host)
-    if allow_actions and not loopback:
+    if allow_actions and not is_loopback(host):
         raise typer.BadParameter(
             f"{host} can be reached from elsewhere; actions are for a loopback address such as "
             "127.0.0.1. To act from elsewhere mount dashboard(authorize=...) in an application.",
             param_hint="--allow-actions",
         )
-    app = _app(
-        session,
+    where: Any = session.conninfo
+    app = web_app(
+        session.needed_dispatch if where is None else where,
         host,
-        loopback=loopback,
         allow_actions=allow_actions,
         show_payloads=show_payloads,
         title=title,
     )
     logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    shown = f"[{host}]" if ":" in host else host
-    print_line(f"dashboard on http://{shown}:{port}/" if port else f"dashboard on {shown}")
     # Headers of a proxy are not believed: the address of who asks counts where actions are on.
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            host=host,
-            port=port,
-            log_config=None,
-            proxy_headers=False,
-            server_header=False,
-            access_log=False,
-        )
+    config = uvicorn.Config(
+        app, host=host, port=port, log_config=None, access_log=False, proxy_headers=False
     )
-    server.run()
+    server = uvicorn.Server(config)
+    with _stopped_by_signals(server.handle_exit):
+        asyncio.run(server.serve())
     if not server.started:
         raise typer.Exit(1)
 
 
-def _app(
-    session: Session,
+@contextlib.contextmanager
+def _stopped_by_signals(stop: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Let SIGTERM and SIGINT end the server in order, which then counts as going well.
+
+    The server takes its signals itself, and raises them anew when it has ended.
+    """
+    before = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def web_app(
+    where: Any,
     host: str,
     *,
-    loopback: bool,
-    allow_actions: bool,
-    show_payloads: bool,
-    title: str,
+    allow_actions: bool = False,
+    show_payloads: bool = False,
+    title: str = "pydispatch",
 ) -> Starlette:
-    """Return the dashboard with what its address allows."""
+    """Return the dashboard as it is served on a host: with what that address allows."""
     from pydispatch.web import dashboard
-    from pydispatch.web.security import loopback_only
+    from pydispatch.web.security import is_loopback, loopback_only
 
-    where: Any = session.conninfo
+    # Where only this machine is served, a page from elsewhere must not get at it by a name
+    # of its own that it lets point here.
+    names = ("localhost", "127.0.0.1", "::1", host) if is_loopback(host) else None
     return dashboard(
-        session.needed_dispatch if where is None else where,
+        where,
         authorize=loopback_only if allow_actions else None,
         show_payloads=show_payloads,
-        # Where only this machine is served, a page from elsewhere must not get at it by a name
-        # of its own that it lets point here.
-        allowed_hosts=("localhost", "127.0.0.1", "::1", host) if loopback else None,
+        allowed_hosts=names,
         title=title,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 from urllib.parse import quote, urlencode
 
 import psycopg
@@ -60,6 +61,12 @@ def scene(conn: psycopg.Connection) -> psycopg.Connection:
     for statement in script.split(";\n"):
         conn.execute(statement.encode())
     return conn
+
+
+def one(conn: psycopg.Connection, statement: str) -> Any:
+    row = conn.execute(statement.encode()).fetchone()
+    assert row is not None
+    return row[0]
 
 
 def partition_id(conn: psycopg.Connection, policy: str, key: str) -> str:
@@ -171,10 +178,10 @@ async def test_waiting_jobs_are_paged_in_the_order_of_admission(dsn, conn):
 
 
 async def test_a_job_shows_what_it_waits_for_wherever_it_is(dsn, scene):
-    ids = [id for (id,) in scene.execute("select min(id) from dispatch_staged_jobs").fetchall()]
-    (queued,) = scene.execute("select min(staged_id) from dispatch_inflight_jobs").fetchone() or ()
+    waiting = one(scene, "select min(id) from dispatch_staged_jobs")
+    queued = one(scene, "select min(staged_id) from dispatch_inflight_jobs")
     async with browsing(dsn) as browser:
-        staged = await browser.get(f"/jobs/{ids[0]}")
+        staged = await browser.get(f"/jobs/{waiting}")
         admitted = await browser.get(f"/jobs/{queued}")
     assert "all slots taken" in staged.id("state").text
     assert len(staged.id("explain").cells()) == 2
@@ -214,11 +221,11 @@ async def test_dead_jobs_are_paged_also_those_of_a_policy_that_is_gone(dsn, conn
 
 
 async def test_search_leads_to_a_job_a_partition_or_a_policy(dsn, scene):
-    (job,) = scene.execute("select min(id) from dispatch_staged_jobs").fetchone() or ()
+    job = one(scene, "select min(id) from dispatch_staged_jobs")
     later = partition_id(scene, "calls", "later")
     async with browsing(dsn) as browser:
 
-        async def leads(text: str) -> str | None:
+        async def leads(text: str) -> Any:
             response = await browser.raw(f"/search?{urlencode({'q': text})}")
             return response.headers.get("location")
 
@@ -239,7 +246,7 @@ async def test_search_leads_to_a_job_a_partition_or_a_policy(dsn, scene):
 
 
 async def test_a_number_may_be_a_job_and_a_key(dsn, scene):
-    (job,) = scene.execute("select min(id) from dispatch_staged_jobs").fetchone() or ()
+    job = one(scene, "select min(id) from dispatch_staged_jobs")
     scene.execute(
         "select dispatch_stage('calls', 'call', %s::jsonb)", [json.dumps({"tenant": str(job)})]
     )
@@ -443,8 +450,8 @@ async def test_a_database_that_is_down_is_said_and_comes_back(own_server):
 
 async def test_payloads_are_shown_only_when_that_was_asked_for(dsn, scene):
     scene.execute('update dispatch_partitions set context = \'{"note": "TOP-SECRET"}\'')
-    (staged,) = scene.execute("select min(id) from dispatch_staged_jobs").fetchone() or ()
-    (queued,) = scene.execute("select min(staged_id) from dispatch_inflight_jobs").fetchone() or ()
+    staged = one(scene, "select min(id) from dispatch_staged_jobs")
+    queued = one(scene, "select min(staged_id) from dispatch_inflight_jobs")
     scene.execute(
         """
         insert into dispatch_dead_jobs (id, partition_id, staged_at, died_at, priority, attempts,
@@ -454,7 +461,7 @@ async def test_payloads_are_shown_only_when_that_was_asked_for(dsn, scene):
         from dispatch_staged_jobs limit 1
         """
     )
-    (dead,) = scene.execute("select id from dispatch_dead_jobs").fetchone() or ()
+    dead = one(scene, "select id from dispatch_dead_jobs")
     paths = [
         "/",
         "/policy?name=calls",

@@ -56,10 +56,11 @@ try:
     from pydispatch.web.app import dashboard
     from pydispatch.web.security import Target
 except ModuleNotFoundError as error:
-    if (error.name or "").partition(".")[0] not in ("jinja2", "prometheus_client", "starlette"):
+    package = (error.name or "").partition(".")[0]
+    if package not in ("jinja2", "prometheus_client", "starlette"):
         raise
     raise WebExtraMissingError(
-        f'the dashboard needs the extra "web" ({error.name} is not installed): '
+        f'the dashboard needs the extra "web" ({package} is not installed): '
         "pip install 'dispatch-policy[web]'",
         name=error.name,
     ) from None

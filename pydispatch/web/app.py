@@ -106,6 +106,7 @@ def dashboard(
             UnreachableError: _unreachable,
             psycopg.Error: _database_error,
             DispatchError: _database_error,
+            Exception: _broken,
         },
         lifespan=lifespan,
     )
@@ -218,6 +219,15 @@ async def _database_error(request: Request, error: Exception) -> Response:
         500,
         "The database reported an error",
         f"SQLSTATE {error.sqlstate or 'unknown'}. The log of the dashboard has the rest.",
+    )
+
+
+async def _broken(request: Request, error: Exception) -> Response:
+    """Something of ours broke; it is raised again for whoever logs such things."""
+    return PlainTextResponse(
+        "The dashboard broke. Its log says more.\n",
+        500,
+        headers={**security.HEADERS, "cache-control": "no-store"},
     )
 
 

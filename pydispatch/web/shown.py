@@ -189,7 +189,7 @@ def duration(value: Any) -> str:
     ):
         if whole < below:
             count, rest = divmod(whole, size)
-            small = rest * {"min": 1, "h": 60, "d": 24}.get(name, 0) // size
+            small = rest // {"min": 1, "h": 60, "d": 3600}[name] if small_name else 0
             return f"{sign}{count} {name}" + (f" {small} {small_name}" if small else "")
     raise AssertionError
 
