@@ -7,7 +7,7 @@ ARGS ?=
 
 bin := $(VENV)/bin
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench bench-docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo "make test    run all tests            ARGS='-k throttle' passes options to pytest"
 	@echo "make lint    check style and types"
 	@echo "make bench   measure speed against bare procrastinate"
+	@echo "make bench-docs    measure all of it, an hour or so, and write the numbers into docs/performance.md"
 	@echo "make clean   remove the environment and the caches"
 	@echo
 	@echo "PYTHON=python3.12             make the environment with this Python"
@@ -34,6 +35,11 @@ lint: $(VENV)/test
 
 bench: $(VENV)/test
 	$(bin)/python -m bench $(ARGS)
+
+bench-docs: $(VENV)/test
+	$(bin)/python -m pip install --quiet --editable '.[test,bench]'
+	$(bin)/python -m bench --curve --json docs/performance.json $(ARGS)
+	$(bin)/python -m bench.publish docs/performance.json
 
 clean:
 	rm -rf .venv .venv-oldest .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache

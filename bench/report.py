@@ -14,7 +14,7 @@ from rich.table import Table
 
 from bench.measurement import Measurement
 
-__all__ = ["print_curve", "print_table", "write_json"]
+__all__ = ["number", "print_curve", "print_table", "write_json"]
 
 
 def print_table(measurements: Sequence[Measurement]) -> None:
@@ -26,7 +26,7 @@ def print_table(measurements: Sequence[Measurement]) -> None:
     table.add_column("met")
     for row in measurements:
         ours, reference = (
-            *(_number(statistics.median(values)) for values in row.details.values()),
+            *(number(statistics.median(values)) for values in row.details.values()),
             *("", ""),
         )[:2]
         table.add_row(
@@ -35,17 +35,17 @@ def print_table(measurements: Sequence[Measurement]) -> None:
             reference,
             f"{'≥' if row.at_least else '≤'} {_with_unit(row, row.bar)}",
             _with_unit(row, row.measured),
-            f"{_number(min(row.values))} - {_number(max(row.values))}",
+            f"{number(min(row.values))} - {number(max(row.values))}",
             "[green]yes" if row.met else "[red]no",
         )
     Console().print(table)
 
 
 def _with_unit(row: Measurement, value: float) -> str:
-    return f"{_number(value)} {row.unit}".replace(" /s", "/s").replace(" x", "x")
+    return f"{number(value)} {row.unit}".replace(" /s", "/s").replace(" x", "x")
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
     """Show three digits, or a whole number."""
     if value >= 100:
         return f"{value:,.0f}"
@@ -62,11 +62,11 @@ def print_curve(points: Sequence[dict[str, Any]]) -> None:
         table.add_row(
             f"{point['partitions']:,}",
             f"{point['jobs']:,}",
-            _number(point["tick_ms"]),
-            _number(point["tick_ms"] / point["bare_tick_ms"]),
-            _number(point["admitted_per_s"]),
-            _number(point["stage_ms"]),
-            _number(point["stage_ms"] / point["bare_stage_ms"]),
+            number(point["tick_ms"]),
+            number(point["tick_ms"] / point["bare_tick_ms"]),
+            number(point["admitted_per_s"]),
+            number(point["stage_ms"]),
+            number(point["stage_ms"] / point["bare_stage_ms"]),
         )
     Console().print(table)
 

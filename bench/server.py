@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import psycopg
 from procrastinate import App, SyncPsycopgConnector
@@ -87,7 +87,7 @@ class Server:
 
 
 @contextlib.contextmanager
-def open_server() -> Iterator[Server]:
+def open_server(settings: Mapping[str, str] = SETTINGS) -> Iterator[Server]:
     """Open the server that BENCH_DSN names, else start an embedded one that is durable."""
     dsn = os.environ.get("BENCH_DSN")
     if dsn:
@@ -95,7 +95,7 @@ def open_server() -> Iterator[Server]:
             yield server
         return
     with (
-        EmbeddedPostgres(durable=True, settings=SETTINGS) as embedded,
+        EmbeddedPostgres(durable=True, settings=settings) as embedded,
         Server(embedded.dsn()).open() as server,
     ):
         yield server

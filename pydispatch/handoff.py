@@ -49,9 +49,9 @@ select
   handoff_id, id, task_name, queue_name, priority, lock, queueing_lock, scheduled_at,
   args::text as args,
   to_jsonb(tick)::text as tick,
-  current_setting('lock_timeout') as lock_timeout,
-  case when id is not null then set_config('lock_timeout', '100ms', true) end
-from dispatch_admit(%(policy)s, %(shard)s)
+  case when ordinality = 1 then current_setting('lock_timeout') end as lock_timeout,
+  case when ordinality = 1 and id is not null then set_config('lock_timeout', '100ms', true) end
+from dispatch_admit(%(policy)s, %(shard)s) with ordinality
 """
 
 SETTLE: LiteralString = """

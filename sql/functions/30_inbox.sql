@@ -127,11 +127,14 @@ begin
     order by p.id
     for update skip locked
   ) as held;
-  v_left := dispatch_notes_in_other_hands(p_policy, v_notes) || dispatch_in_other_hands(p_policy, array(
-    select unnest(v_partitions)
-    except
-    select id from unnest(v_held)
-  ));
+  v_left := dispatch_notes_in_other_hands(p_policy, v_notes);
+  if cardinality(v_partitions) > coalesce(cardinality(v_held), 0) then
+    v_left := v_left || dispatch_in_other_hands(p_policy, array(
+      select unnest(v_partitions)
+      except
+      select id from unnest(v_held)
+    ));
+  end if;
   if v_left <> '{}' then
     select coalesce(array_agg(note), '{}'), coalesce(array_agg(place), '{}')
     into v_notes, v_places

@@ -48,3 +48,9 @@ alter table dispatch_inbox drop constraint dispatch_inbox_staged_check;
 -- Whether a job's end is an observation has to be known in the worker's transaction: beside the slot it costs nothing.
 alter table dispatch_inflight_jobs add column observed boolean not null default true;
 comment on column dispatch_inflight_jobs.observed is 'Does a gate of the policy learn from the job''s lag? As of the admission.';
+
+-- A row lives for a moment within a driver's transaction: packing what it holds would cost more than it saves.
+alter table dispatch_handoffs
+  alter column claims set storage external,
+  alter column staged_ids set storage external,
+  alter column ordinals set storage external;
