@@ -103,6 +103,7 @@ declare
   v_weights double precision[];
   v_turns integer[];
   v_shares_by_turn integer[];
+  v_shares integer[];
 begin
   if p_policy.tick_admission_budget is null then
     return p_claims;
@@ -137,13 +138,14 @@ begin
     array(select v_weights[ordinal] from unnest(v_turns) with ordinality as turns (ordinal, turn) order by turn),
     p_policy.tick_admission_budget);
 
+  v_shares := array(select share from unnest(v_turns, v_shares_by_turn) as turns (ordinal, share) order by ordinal);
+
   return array(
     select case
-      when share = v_demands[c.ordinal] then c
-      else dispatch_narrow(c, c.gate_state, share, p_now, p_now, 'budget_exhausted')
+      when v_shares[c.ordinal] = v_demands[c.ordinal] then c
+      else dispatch_narrow(c, c.gate_state, v_shares[c.ordinal], p_now, p_now, 'budget_exhausted')
     end
-    from unnest(v_turns, v_shares_by_turn) as shares (ordinal, share)
-    join unnest(p_claims) as c using (ordinal)
+    from unnest(p_claims) as c
     order by c.ordinal
   );
 end;

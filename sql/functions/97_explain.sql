@@ -103,7 +103,24 @@ end;
 $$;
 comment on function dispatch_as_folded(dispatch_policies, uuid, timestamptz) is 'One partition as the next dispatch_fold() would leave it; with a null, those that the next tick may claim. A later note than the next 10,000 is not seen.';
 
-create or replace function dispatch_as_learned(p_policy text, p_claim dispatch_claim, p_gate text, p_now timestamptz)
+create or replace function dispatch_observations(p_policy text, p_only uuid)
+returns table (partition_id uuid, succeeded boolean[], lags_ms double precision[])
+language plpgsql
+stable
+as $$
+begin
+  return query
+    select note.partition_id, array_agg(note.succeeded order by note.id), array_agg(note.lag_ms order by note.id)
+    from dispatch_unfolded(p_policy, p_only) as note
+    where note.succeeded is not null
+    group by note.partition_id;
+end;
+$$;
+comment on function dispatch_observations(text, uuid) is 'What adaptive gates learn at the next fold, of one partition or (null) of all.';
+
+create or replace function dispatch_as_learned(
+  p_claim dispatch_claim, p_gate text, p_succeeded boolean[], p_lags_ms double precision[], p_now timestamptz
+)
 returns dispatch_adaptive_stats
 language plpgsql
 stable
@@ -113,7 +130,6 @@ as $$
 declare
   v_knobs record;
   v_stats dispatch_adaptive_stats;
-  v_seen record;
   v_step record;
 begin
   select * into v_knobs from dispatch_aimd_params((p_claim).params, p_gate);
@@ -121,13 +137,8 @@ begin
   if not found then
     v_stats := row((p_claim).partition_id, p_gate, v_knobs.initial_max, 0, 0, p_now)::dispatch_adaptive_stats;
   end if;
-  for v_seen in
-    select succeeded, lag_ms
-    from dispatch_unfolded(p_policy, (p_claim).partition_id)
-    where succeeded is not null
-    order by id
-  loop
-    v_step := dispatch_aimd_step(v_stats.current_max, v_stats.ewma_lag_ms, v_seen.succeeded, v_seen.lag_ms,
+  for v_i in 1 .. coalesce(cardinality(p_succeeded), 0) loop
+    v_step := dispatch_aimd_step(v_stats.current_max, v_stats.ewma_lag_ms, p_succeeded[v_i], p_lags_ms[v_i],
       v_knobs.target_lag_ms, v_knobs.alpha, v_knobs.failure_factor, v_knobs.overload_factor, v_knobs.floor_max, v_knobs.top_max);
     v_stats.current_max := v_step.current_max;
     v_stats.ewma_lag_ms := v_step.ewma_lag_ms;
@@ -136,7 +147,7 @@ begin
   return v_stats;
 end;
 $$;
-comment on function dispatch_as_learned(text, dispatch_claim, text, timestamptz) is 'What an adaptive gate would know of a partition after the next fold.';
+comment on function dispatch_as_learned(dispatch_claim, text, boolean[], double precision[], timestamptz) is 'What an adaptive gate will know of a partition once it has learned from some observations.';
 
 create or replace function dispatch_foresee_gate(p_policy text, p_gate jsonb, p_claims dispatch_claim[], p_now timestamptz)
 returns dispatch_claim[]
@@ -154,12 +165,14 @@ begin
     select case
       when c.reason is not null then c
       else dispatch_narrow(c, c.gate_state,
-        dispatch_adaptive_cap((dispatch_as_learned(p_policy, c, v_name, p_now)).current_max, c.in_flight, knobs.initial_max, knobs.floor_max,
-          knobs.top_max) - c.in_flight,
+        dispatch_adaptive_cap((dispatch_as_learned(c, v_name, seen.succeeded, seen.lags_ms, p_now)).current_max, c.in_flight,
+          knobs.initial_max, knobs.floor_max, knobs.top_max) - c.in_flight,
         p_now + dispatch_full_backoff(c.params, v_name), null, 'concurrency_full')
     end
     from unnest(p_claims) as c
     cross join lateral dispatch_aimd_params(c.params, v_name) as knobs
+    left join dispatch_observations(p_policy, case when cardinality(p_claims) = 1 then p_claims[1].partition_id end) as seen
+      on seen.partition_id = c.partition_id
     order by c.ordinal
   );
 end;
@@ -396,7 +409,10 @@ begin
         else format('%s in flight of at most %s.', (p_claim).in_flight, trim_scale(floor(v_max)))
       end;
     elsif v_type = 'adaptive_concurrency' then
-      v_stats := dispatch_as_learned(p_policy.policy_name, p_claim, v_name, p_now);
+      select learned.* into v_stats
+      from (select) as one
+      left join dispatch_observations(p_policy.policy_name, (p_claim).partition_id) as seen on true
+      cross join lateral dispatch_as_learned(p_claim, v_name, seen.succeeded, seen.lags_ms, p_now) as learned;
       select * into v_knobs from dispatch_aimd_params((p_claim).params, v_name);
       v_max := dispatch_adaptive_cap(v_stats.current_max, (p_claim).in_flight, v_knobs.initial_max, v_knobs.floor_max, v_knobs.top_max);
       v_row.numbers := v_row.numbers || jsonb_build_object('in_flight', (p_claim).in_flight, 'max', v_max, 'current_max', v_stats.current_max,
@@ -717,7 +733,7 @@ begin
       coalesce(dispatch_say_time(v_partition.due_at), 'more jobs come'), coalesce(v_partition.blocked_reason, 'nothing to do'));
   elsif v_before >= v_allowed then
     v_job.reason := 'behind_others';
-    v_what := format('The next tick admits %s of its partition, and %s go first.', v_allowed, v_before);
+    v_what := format('The next tick admits %s of its partition.', v_allowed);
   elsif dispatch_due_before(v_policy, v_partition) >= v_policy.partition_batch_size then
     v_job.reason := 'not_its_turn';
     v_what := format('A tick looks at %s partitions, and more than those are due before this one.', v_policy.partition_batch_size);
@@ -773,11 +789,13 @@ begin
   v_job.numbers := v_job.numbers || jsonb_build_object('place', v_before + 1, 'place_is_at_least', v_before = 10000,
     'allowed', v_allowed, 'pending', v_partition.pending_count, 'in_flight', v_partition.in_flight_count, 'due_at', v_partition.due_at);
   v_job.message := concat_ws(' ', v_what,
-    case when v_before = 10000 then 'More than 10000 of its partition go first.' else format('Place %s of its partition.', v_before + 1) end,
+    case when v_before = 10000 then 'At least 10000 of its partition go first.' else format('Place %s of its partition.', v_before + 1) end,
     case
       when not v_job.blocks then null
       when v_job.estimated_at is null then 'No estimate' || coalesce(': ' || v_unknown, '') || '.'
-      else format('About %s, from %s.', dispatch_say_time(v_job.estimated_at), coalesce(nullif(array_to_string(v_how, ' and '), ''), 'its schedule'))
+      when v_how = '{}' and p_job.eligible_at <= p_now then 'It goes as soon as ticks come to it.'
+      else format('%s %s, from %s.', case when v_before = 10000 then 'Not before' else 'About' end, dispatch_say_time(v_job.estimated_at),
+        coalesce(nullif(array_to_string(v_how, ' and '), ''), 'its schedule'))
     end);
   return next v_job;
   return query select * from unnest(v_rows);
@@ -825,7 +843,7 @@ begin
         when 'lock_held' then format('It waits in the queue %L until job %s ends, which runs under its lock %L.',
           p_state.queue_name, v_holder, left(v_facts.lock, 200))
         else format('It waits for a worker in the queue %L; %s workers are alive, for this queue or others.', p_state.queue_name, v_workers)
-      end || coalesce(format(' Admitted at %s.', dispatch_say_time(p_state.admitted_at)), '');
+      end || coalesce(' Admitted at ' || dispatch_say_time(p_state.admitted_at) || '.', '');
     when 'running' then
       v_job.since := v_facts.started_at;
       v_job.reason := case when coalesce(v_facts.worker_seen_at < v_stale_since, true) then 'worker_lost' else 'running' end;
