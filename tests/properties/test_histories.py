@@ -93,7 +93,8 @@ select jsonb_build_object(
     from dispatch_admissions),
   'partitions', (select coalesce(jsonb_object_agg(partition_key, jsonb_build_object(
       'pending', pending_count, 'in_flight', in_flight_count, 'due_at', due_at, 'context', context,
-      'version', ctid, 'gates', gate_state)), '{}') from dispatch_partitions),
+      'version', ctid, 'gates', gate_state, 'waiting_since', waiting_since)), '{}')
+    from dispatch_partitions),
   'notes', (select coalesce(jsonb_object_agg(partition_id, sums), '{}') from (
       select partition_id, jsonb_build_object(
         'pending', coalesce(sum(jobs) filter (where kind <> 'finished'), 0),
@@ -612,6 +613,11 @@ class Histories(RuleBasedStateMachine):
             assert partition["in_flight"] == self.model.in_flight(key) + notes["finished"]
             if staged and id_ not in found["notes"]:
                 assert partition["due_at"] is not None, "jobs wait and nobody will look"
+            since = partition["waiting_since"]
+            assert (partition["pending"] > 0) == (since is not None)
+            if since is not None and time(since) > self.model.latest and id_ not in found["notes"]:
+                # Nobody waits yet: not before the first job may go.
+                assert all(time(row["eligible_at"]) >= time(since) for row in staged)
 
     def buckets_hold_what_they_should(self, partitions: dict[str, Any]) -> None:
         for key, row in partitions.items():
