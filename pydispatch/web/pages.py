@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pydispatch.web import queries, shown
+from pydispatch.web.advice import advice
 from pydispatch.web.database import Reader, Row
 from pydispatch.web.site import Urls, site_of
 
@@ -316,8 +317,6 @@ async def partition(request: Request) -> Response:
             else await _first_waiting(reader, found.policy, found.key)
         )
         explanation = await queries.explain(reader, next_id) if next_id is not None else []
-        reason = explanation[0]["reason"] if explanation else None
-        remedy = await queries.remedy(reader, reason or "", found.policy, found.key)
         in_flight = await queries.in_flight(reader, id, limit=21)
         adaptive = await queries.adaptive(reader, id)
         fairness = await queries.fairness(reader, found.policy, id)
@@ -331,7 +330,7 @@ async def partition(request: Request) -> Response:
         policy=definition,
         next_id=next_id,
         explanation=explanation,
-        remedy=remedy,
+        advice=advice(explanation, definition["gates"]),
         gates=queries.gate_texts(definition["gates"]),
         waiting=waiting,
         after=after,
@@ -374,6 +373,7 @@ async def job(request: Request) -> Response:
                 "longer ago than admissions are kept.",
             )
         explanation = await queries.explain(reader, id)
+        followed = await queries.policy(reader, found["policy_name"] or "")
         dead = await queries.dead_job(reader, found["id"]) if found["state"] == "dead" else None
         stalled = (
             await queries.stalled(reader, found["job_id"]) if found["state"] == "running" else None
@@ -398,6 +398,7 @@ async def job(request: Request) -> Response:
         stalled=stalled,
         payload=payload,
         lifecycle=_lifecycle(found, dead),
+        advice=advice(explanation, followed["gates"] if followed else []),
     )
 
 

@@ -45,22 +45,12 @@ __all__ = [
     "policies",
     "policy",
     "policy_exists",
-    "remedy",
     "stalled",
     "tasks",
     "to_id",
     "waiting_page",
     "workers",
 ]
-
-REMEDIED = (
-    "throttle_empty",
-    "rate_zero",
-    "concurrency_full",
-    "max_zero",
-    "budget_exhausted",
-)
-"""Reasons of a gate for which there is something to change."""
 
 PARTITIONS_PAGE = 50
 WAITING_PAGE = 25
@@ -202,19 +192,6 @@ async def capacity(reader: Reader, name: str | None = None) -> dict[str, Row]:
         name=name,
     )
     return {row["policy_name"]: row for row in rows}
-
-
-async def remedy(reader: Reader, reason: str, policy: str, key: str) -> str | None:
-    """What to change where a gate holds a partition for this reason."""
-    if reason not in REMEDIED:
-        return None
-    said: str = await reader.value(
-        "select dispatch_say_remedy(%(reason)s, %(policy)s, %(key)s)",
-        reason=reason,
-        policy=policy,
-        key=key,
-    )
-    return said
 
 
 # -- charts
@@ -453,9 +430,11 @@ async def in_flight(reader: Reader, partition_id: str, limit: int) -> list[Row]:
           order by admitted_at, job_id
           limit %(limit)s
         )
-        select slots.*, state.state, state.task_name, state.queue_name, state.attempts
+        select slots.*, seen.state, seen.task_name, seen.queue_name, seen.attempts
         from slots
-        left join lateral dispatch_job_states(slots.staged_id) as state on true
+        cross join lateral (
+          select * from dispatch_inflight as i where i.job_id = slots.job_id
+        ) as seen
         order by slots.admitted_at, slots.job_id
         """,
         id=partition_id,
@@ -488,27 +467,17 @@ async def fairness(reader: Reader, name: str, id: str) -> Row | None:
         """
         select
           count(*) as partitions,
-          count(*) filter (where p.decayed < mine.decayed) as served_less,
-          sum(p.decayed) as decayed_sum,
-          min(mine.decayed) as decayed
+          count(*) filter (where p.decayed_admits < mine.decayed_admits) as served_less,
+          sum(p.decayed_admits) as decayed_sum
         from (
-          select p.id, dispatch_decay(p.decayed_admits,
-            extract(epoch from dispatch_now() - p.decayed_at)::double precision,
-            policy.half_life) as decayed
-          from dispatch_partitions as p
-          join dispatch_policies as policy on policy.policy_name = p.policy_name
-          where p.policy_name = %(name)s
-            and p.due_at <= dispatch_now()
-          order by p.due_at
+          select decayed_admits from dispatch_partition_status
+          where policy_name = %(name)s
+            and due_at <= dispatch_now()
+          order by due_at
           limit 1000
         ) as p
         cross join (
-          select dispatch_decay(p.decayed_admits,
-            extract(epoch from dispatch_now() - p.decayed_at)::double precision,
-            policy.half_life) as decayed
-          from dispatch_partitions as p
-          join dispatch_policies as policy on policy.policy_name = p.policy_name
-          where p.id = %(id)s
+          select decayed_admits from dispatch_partition_status where id = %(id)s
         ) as mine
         """,
         name=name,

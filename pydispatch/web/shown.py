@@ -42,14 +42,26 @@ _MOMENT = re.compile(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)(?:\.\d+)?\+00(?::00)?"
 """A time inside of JSON, in a session whose time zone is UTC."""
 
 _REASONS = {
-    "throttle_empty": "waits for its rate",
-    "rate_zero": "rate is zero",
-    "concurrency_full": "all slots taken",
-    "max_zero": "cap is zero",
+    "backoff": "waits for the next look",
+    "behind_others": "others go first",
     "budget_exhausted": "tick's budget used up",
-    "paused": "paused",
-    "tick_error": "tick failed",
+    "concurrency_full": "all slots taken",
     "limit_error": "limit function failed",
+    "lock_held": "its lock is held",
+    "max_zero": "cap is zero",
+    "no_tick": "nobody ticks",
+    "no_worker": "no worker is alive",
+    "not_folded": "not read in yet",
+    "not_its_turn": "others are due first",
+    "paused": "paused",
+    "policy_gone": "its policy is gone",
+    "queueing_lock_held": "its queueing lock is held",
+    "rate_zero": "rate is zero",
+    "retry": "waits to be tried again",
+    "scheduled": "waits for its time",
+    "throttle_empty": "waits for its rate",
+    "tick_error": "tick failed",
+    "worker_lost": "its worker is lost",
 }
 
 

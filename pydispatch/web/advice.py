@@ -1,0 +1,92 @@
+"""What to change so that a job runs: sentences, from its explanation and its policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["advice"]
+
+_PARAMETERS = {
+    "throttle_empty": ("rate", "burst"),
+    "rate_zero": ("rate",),
+    "concurrency_full": ("max",),
+    "max_zero": ("max",),
+}
+"""The gate's parameters that make the difference, by the reason why it holds a job."""
+
+_SAID = {
+    "paused": "Resume it, if whoever paused it agrees: the audit log may say who that was.",
+    "limit_error": "Correct the limit function, then let the next tick ask it with Look anew.",
+    "backoff": "If the limits were changed meanwhile, Look anew makes the next tick ask its gates.",
+    "not_its_turn": "Run another driver (pydispatch run), or raise the policy's "
+    "partition_batch_size: more partitions are due than a tick takes.",
+    "not_folded": "Run another driver (pydispatch run): ticks do not keep up with what comes in.",
+    "no_tick": "Start a driver (pydispatch run), or let cron call dispatch_run().",
+    "budget_exhausted": "Raise the policy's tick_admission_budget, or tick more often: the budget "
+    "of a tick goes to others first.",
+    "queueing_lock_held": "Nothing: it goes when the job that holds its queueing lock has started.",
+    "scheduled": "Nothing: it was deferred for later. Force-admit and drain keep to the schedule.",
+    "retry": "Nothing: it failed, and its retry strategy makes it wait.",
+    "no_worker": "Start a worker of procrastinate for this queue.",
+    "worker_lost": "A sweep frees its slot; the driver sweeps twice a minute. Whether the job runs "
+    'again says the policy\'s "stalled".',
+}
+
+
+def advice(explanation: Sequence[Mapping[str, Any]], gates: Sequence[Mapping[str, Any]]) -> str:
+    """What to do about the reason that the first row gives; empty when there is nothing to say.
+
+    Args:
+        explanation: The rows of ``dispatch_explain``.
+        gates: Those of the policy, with defaults filled in.
+    """
+    if not explanation or not explanation[0]["reason"]:
+        return ""
+    reason = explanation[0]["reason"]
+    if reason not in _PARAMETERS:
+        return _SAID.get(reason, "")
+    name = next(
+        (
+            row["gate_name"]
+            for row in explanation[1:]
+            if row["item"] == "gate" and row["blocks"] and row["reason"] == reason
+        ),
+        None,
+    )
+    gate = next((each for each in gates if each["name"] == name), None)
+    if gate is None:
+        return ""
+    more = (
+        " For a few jobs now, force-admit them past the gates."
+        if reason in ("throttle_empty", "concurrency_full")
+        else ""
+    )
+    if gate["type"] == "adaptive_concurrency":
+        return (
+            "See whether the jobs in flight run: the cap adapts to how soon they start and whether "
+            f"they fail. More workers raise it by themselves; so do, in gate {name}, a higher "
+            f"target_lag_ms, and a higher min.{more}"
+        )
+    raised = [_raise(parameter, gate.get(parameter)) for parameter in _PARAMETERS[reason]]
+    first = "See whether the jobs in flight run. " if reason == "concurrency_full" else ""
+    return (
+        f"{first}To let more of its jobs go, {' or '.join(filter(None, raised))} (gate {name}). "
+        f"The next tick goes by it.{more}"
+    )
+
+
+def _raise(parameter: str, source: Any) -> str:
+    """How a parameter is raised, by where its value comes from."""
+    if source is None:
+        return ""
+    if not isinstance(source, Mapping):
+        return f"raise {parameter}, which the policy's definition sets to {source}"
+    if "sql" in source:
+        return f"change what the function {source['sql']} returns as {parameter}"
+    default = source.get("default")
+    otherwise = "" if default is None else f", else {default}"
+    return (
+        f"raise {parameter}, which is {source['ctx']} in the context of the newest staged job"
+        f"{otherwise}"
+    )
