@@ -771,7 +771,7 @@ begin
     if v_buckets <> '{}' then
       v_job.estimated_at := dispatch_foresee_tokens(p_job, v_claim, v_buckets, v_before, p_now);
       if v_job.estimated_at > v_ready_at then
-        v_how := v_how || format('the tokens that %s still has to earn', array_to_string(v_buckets, ', '));
+        v_how := v_how || format('the tokens still to come at %s', array_to_string(v_buckets, ' and '));
       end if;
     end if;
     for v_row in select * from unnest(v_rows) where item = 'gate' and gate_type <> 'throttle' and blocks loop
