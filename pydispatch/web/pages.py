@@ -319,7 +319,7 @@ async def partition(request: Request) -> Response:
         explanation = await queries.explain(reader, next_id) if next_id is not None else []
         in_flight = await queries.in_flight(reader, id, limit=21)
         adaptive = await queries.adaptive(reader, id)
-        fairness = await queries.fairness(reader, found.policy, id)
+        fairness = await queries.fairness(reader, now, found.policy, id)
         found_hints = await queries.hints(reader, policy=found.policy, partition_key=found.key)
     return site.page(
         request,

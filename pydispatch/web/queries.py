@@ -461,7 +461,7 @@ async def adaptive(reader: Reader, partition_id: str) -> list[Row]:
     )
 
 
-async def fairness(reader: Reader, name: str, id: str) -> Row | None:
+async def fairness(reader: Reader, moment: datetime, name: str, id: str) -> Row | None:
     """How a partition was served lately beside those that it shares its ticks with."""
     return await reader.row(
         """
@@ -472,7 +472,7 @@ async def fairness(reader: Reader, name: str, id: str) -> Row | None:
         from (
           select decayed_admits from dispatch_partition_status
           where policy_name = %(name)s
-            and due_at <= dispatch_now()
+            and due_at <= %(now)s
           order by due_at
           limit 1000
         ) as p
@@ -480,6 +480,7 @@ async def fairness(reader: Reader, name: str, id: str) -> Row | None:
           select decayed_admits from dispatch_partition_status where id = %(id)s
         ) as mine
         """,
+        now=moment,
         name=name,
         id=id,
     )
