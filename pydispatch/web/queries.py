@@ -423,19 +423,17 @@ async def in_flight(reader: Reader, partition_id: str, limit: int) -> list[Row]:
     """The jobs of a partition that hold a slot, the longest admitted first."""
     return await reader.rows(
         """
-        with slots as (
-          select job_id, staged_id, admitted_at
+        select job_id, staged_id, admitted_at, state, task_name, queue_name, attempts
+        from dispatch_inflight
+        -- An array, not a join: then the slots are found by index before their jobs are looked up.
+        where job_id = any (array(
+          select job_id
           from dispatch_inflight_jobs
           where partition_id = %(id)s
           order by admitted_at, job_id
           limit %(limit)s
-        )
-        select slots.*, seen.state, seen.task_name, seen.queue_name, seen.attempts
-        from slots
-        cross join lateral (
-          select * from dispatch_inflight as i where i.job_id = slots.job_id
-        ) as seen
-        order by slots.admitted_at, slots.job_id
+        ))
+        order by admitted_at, job_id
         """,
         id=partition_id,
         limit=limit,
