@@ -1,6 +1,6 @@
 -- Simulations: what they count, from what they start, where they end, what they refuse, and that nothing of them stays.
 begin;
-select plan(61);
+select plan(62);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 
@@ -225,6 +225,8 @@ select results_eq(
   $$ select min(at) from dispatch_simulate('q', p_since => '2025-12-31 23:59:50+00') $$,
   $$ values ('2025-12-31 23:59:50+00'::timestamptz) $$,
   'it starts at p_since');
+select is_empty(
+  $$ select * from dispatch_simulate('q', p_until => '2025-12-31 23:59:59+00') $$, 'only jobs that were staged by p_until');
 select is(
   (select extract(epoch from max(longest_wait)) from dispatch_simulate('q', pg_temp.gates(), p_since => dispatch_now() + interval '5 s')),
   5::numeric, 'who waited at the start has waited since it was staged');

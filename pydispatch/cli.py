@@ -18,6 +18,7 @@ import typer
 from pydispatch import (
     cli_look,  # noqa: F401  # registers its commands
     cli_operate,  # noqa: F401
+    cli_simulate,  # noqa: F401
     cli_web,  # noqa: F401
 )
 from pydispatch import migrate as migrations

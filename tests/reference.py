@@ -50,6 +50,7 @@ FUNCTIONS = {
         "dispatch_waiting_page",
         "dispatch_workers_alive",
     ],
+    "Simulating": ["dispatch_simulate", "dispatch_load_spec"],
     "Settings": ["dispatch_set", "dispatch_setting", "dispatch_setting_spec"],
     "Identity and time": ["dispatch_partition_id", "dispatch_now"],
 }

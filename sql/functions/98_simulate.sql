@@ -534,8 +534,8 @@ language plpgsql
 set search_path from current
 as $$
 declare
-  -- Ticks in one subtransaction: more, and they grow slow; fewer, and carrying over costs more.
-  v_short constant integer := 400;
+  -- Ticks in one subtransaction: more, and they grow slow; fewer, and carrying over costs more, the more so the more wait.
+  v_short constant integer := 100;
   -- Jobs to come are put into the table so many at a time.
   v_few constant integer := 1000;
   v_ids constant uuid[] := array(select distinct partition_id from unnest(p_jobs));
@@ -619,7 +619,7 @@ begin
         if stopped is not null then
           v_next := null;
         end if;
-        exit when v_next is null or v_next >= v_beyond or (v_ticks_here >= v_short and v_next > v_now);
+        exit when v_next is null or v_next >= v_beyond or (v_ticks_here >= greatest(v_short, cardinality(v_staged) / 20) and v_next > v_now);
         v_now := v_next;
       end loop;
 
@@ -730,13 +730,14 @@ create or replace function dispatch_simulate(
   p_definition jsonb default null,
   p_load jsonb default null,
   p_since timestamptz default null,
+  p_until timestamptz default null,
   p_service_time interval default null,
   p_lag interval default null,
   p_tick_every interval default null,
   p_step interval default null,
   p_horizon interval default '1 day',
   p_groups integer default 10,
-  p_max_jobs integer default 20000,
+  p_max_jobs integer default 10000,
   p_max_ticks integer default 20000
 )
 returns setof dispatch_simulation
@@ -797,6 +798,10 @@ begin
     end if;
     if v_waiting > cardinality(v_staged) then
       v_left := v_left || format('%s of %s waiting jobs', v_waiting - cardinality(v_staged), v_waiting);
+    end if;
+    if p_until is not null then
+      v_admissions := array(select a from unnest(v_admissions) as a where a.staged_at <= p_until);
+      v_staged := array(select s from unnest(v_staged) as s where s.staged_at <= p_until);
     end if;
   else
     v_admissions := array(select a from dispatch_recent_admissions(p_policy, dispatch_now() - interval '1 hour', 1000) as a);
@@ -868,4 +873,4 @@ begin
       v_play.denied_group, v_play.denied_reason, v_play.denied_times);
 end;
 $$;
-comment on function dispatch_simulate(text, jsonb, jsonb, timestamptz, interval, interval, interval, interval, interval, integer, integer, integer) is 'What would another definition have admitted? Null for p_definition is the one in force. Simulated are the jobs of p_load, or else those that were admitted since p_since (default: 1 hour ago) and those that wait. They come in on the fake clock, the tick''s own functions admit them, and they finish p_service_time after that (default: the median of the policy''s last 1000, else 1 second). p_lag: the part of it that they queue, which is what adaptive_concurrency learns from (default: the median, else none). p_tick_every: one tick at each multiple of it, as from cron; null ticks whenever something happens, as a driver does. p_step: length of a step in the result (default: a round one, at most 60 steps). Shown by themselves are the p_groups (1 to 100) partitions with the most jobs. It ends when nothing is left, p_horizon after the last job came in, or after p_max_ticks (1 to 1000000), and takes p_max_jobs (1 to 100000) at most; the column note says what was left out. No row when there is no job. All of it is rolled back. Raises PD001 (unknown policy), PD002 (invalid definition), PD009 (invalid load or argument), 25006 (read-only transaction).';
+comment on function dispatch_simulate(text, jsonb, jsonb, timestamptz, timestamptz, interval, interval, interval, interval, interval, integer, integer, integer) is 'What would another definition have admitted? Null for p_definition is the one in force. Simulated are the jobs of p_load, or else those that were admitted since p_since (default: 1 hour ago) and those that wait, if they were staged by p_until (default: now). They come in on the fake clock, the tick''s own functions admit them, and they finish p_service_time after that (default: the median of the policy''s last 1000, else 1 second). p_lag: the part of it that they queue, which is what adaptive_concurrency learns from (default: the median, else none). p_tick_every: one tick at each multiple of it, as from cron; null ticks whenever something happens, as a driver does. p_step: length of a step in the result (default: a round one, at most 60 steps). Shown by themselves are the p_groups (1 to 100) partitions with the most jobs. It ends when nothing is left, p_horizon after the last job came in, or after p_max_ticks (1 to 1000000), and takes p_max_jobs (1 to 100000) at most; the column note says what was left out. No row when there is no job. All of it is rolled back. Raises PD001 (unknown policy), PD002 (invalid definition), PD009 (invalid load or argument), 25006 (read-only transaction).';
