@@ -1,4 +1,4 @@
-"""What is installed from a package index carries the SQL."""
+"""What is installed from a package index carries the SQL and the dashboard's files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydispatch.migrate import sql_files
 ROOT = Path(__file__).parent.parent
 
 
-def test_wheel_carries_every_sql_file_and_the_type_marker(tmp_path):
+def test_wheel_carries_every_file_that_is_no_python(tmp_path):
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path],
         cwd=ROOT,
@@ -24,3 +24,7 @@ def test_wheel_carries_every_sql_file_and_the_type_marker(tmp_path):
         carried = set(archive.namelist())
     assert {f"pydispatch/sql/{file.name}" for file in sql_files()} <= carried
     assert "pydispatch/py.typed" in carried
+    web = ROOT / "pydispatch" / "web"
+    pages = [file for file in web.rglob("*") if file.suffix in (".css", ".html", ".js", ".svg")]
+    assert len(pages) > 10
+    assert {str(file.relative_to(ROOT)) for file in pages} <= carried
