@@ -92,7 +92,7 @@ class Company:
             self.send(self.charge, "globex", most=12, every=4),
             self.send(self.charge, "hooli", most=8, every=5),
             self.send(self.charge, "initech", most=20, every=20),
-            self.send(self.charge, "umbrella", most=4, every=6),
+            self.send(self.charge, "umbrella", most=2, every=40),
             self.send(self.charge, "wayne", most=90, every=25),
             self.send(self.reindex, "acme", most=60, every=15),
             self.send(self.reindex, "hooli", most=25, every=12),
@@ -160,7 +160,7 @@ def pictures(conn: psycopg.Connection) -> Iterator[tuple[str, str, ColorScheme, 
     partition, job = slow
     yield "overview", "/", "light", 1060
     yield "policy", "/policy?name=payments", "dark", 900
-    yield "partition", f"/partitions/{partition}", "light", 900
+    yield "partition", f"/partitions/{partition}", "light", 860
     yield "job", f"/jobs/{job}", "light", 780
 
 
