@@ -166,9 +166,9 @@ select results_eq(
 
 -- The policy's own past.
 
-select dispatch_define_policy('q', pg_temp.gates(pg_temp.cap(2)));
 do $$
 begin
+  perform dispatch_define_policy('q', pg_temp.gates(pg_temp.cap(2)));
   -- Ten jobs of a, one a second, each of which takes three: the cap of 2 keeps them waiting.
   for v_second in 0 .. 20 loop
     perform set_config('dispatch.fake_now', ('2026-01-01 00:00:00+00'::timestamptz + v_second * interval '1 second')::text, true);
@@ -211,7 +211,7 @@ select is(
   (select note from dispatch_simulate('q') limit 1), '10 jobs; in flight for 3 s each, the median of the last 10',
   'else the median of what it knows');
 
-select dispatch_stage('q', 't', '{"k": "b"}') from generate_series(1, 30);
+do $$ begin perform dispatch_stage('q', 't', '{"k": "b"}') from generate_series(1, 30); end; $$;
 select results_eq(
   $$ select partition_key, sum(staged) from dispatch_simulate('q') group by 1 order by 1 $$,
   $$ values ('a', 10::bigint), ('b', 30) $$,

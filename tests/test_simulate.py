@@ -173,6 +173,24 @@ def test_a_read_only_transaction_is_told_why_it_cannot(conn: psycopg.Connection)
     assert "read write" in str(refused.value.diag.message_hint)
 
 
+def test_the_rights_of_a_driver_and_those_of_the_page_are_enough(
+    conn: psycopg.Connection, connect: Connect
+) -> None:
+    stage(conn, 3)
+    a_driver = section(page("docs/operations.md"), "## Rights").partition("A driver, or cron")[2]
+    conn.execute("create role driver")
+    try:
+        for block in (blocks(a_driver, "sql")[0], blocks(PAGE, "sql")[0]):
+            conn.execute(block.encode())
+        conn.execute("set role driver")
+        simulated = conn.execute(b"select sum(admitted) from dispatch_simulate('calls')").fetchone()
+        assert simulated == (3,)
+        conn.execute("reset role")
+    finally:
+        owner = connect()
+        owner.execute("drop owned by driver; drop role driver")
+
+
 def test_a_simulation_that_is_cancelled_leaves_nothing(conn: psycopg.Connection) -> None:
     before = contents(conn)
     load = json.dumps([{"key": "a", "jobs": 10_000, "every": 1}])
