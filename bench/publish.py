@@ -53,10 +53,9 @@ def _rows(rows: list[dict[str, Any]]) -> str:
     ]
     for row in rows:
         ours, reference = (
-            (number(statistics.median(values)) for values in list(row["details"].values())[:2])
-            if len(row["details"]) > 1
-            else ("", "")
-        )
+            *(number(statistics.median(values)) for values in row["details"].values()),
+            *("", ""),
+        )[:2]
         unit = "" if row["unit"] == "x" else f" {row['unit']}"
         values = f"{number(min(row['values']))} to {number(max(row['values']))}"
         lines.append(
