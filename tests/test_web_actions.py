@@ -121,7 +121,7 @@ async def test_a_waiting_job_is_cancelled_and_one_that_went_is_not(dsn, scene):
     gone = one(scene, "select min(staged_id) from dispatch_inflight_jobs")
     async with browsing(dsn, authorize=ada) as browser:
         page = await browser.act(f"/actions/cancel?id={waiting}")
-        assert "Cancelled. It will not run." in page.id("flash").text
+        assert "It will not run. 5 jobs of its partition still wait." in page.id("flash").text
         assert "cancelled" in page.all("h1")[0].text
         page = await browser.act(f"/actions/cancel?id={gone}")
         assert "it is queued" in page.id("flash").text
@@ -143,9 +143,11 @@ async def test_dead_jobs_are_requeued_and_discarded_each_by_itself(dsn, scene):
         assert "Requeued 1 job, 1 not:" in flash
         assert "Job 1002: Nothing was done. already enqueued" in flash
         assert "Not found: 77." in flash
+        assert "2 dead jobs are left." in flash
         assert [row[1] for row in page.id("dead").cells()] == ["1003", "1002"]
         page = await browser.act("/actions/discard?id=1003&from=job")
         assert "Job 1003: Discarded" in page.id("flash").text
+        assert "1 dead job is left." in page.id("flash").text
         assert "cancelled" in page.all("h1")[0].text
         await browser.get("/actions/discard?id=1003", status=404)
     assert entries(scene) == [

@@ -202,7 +202,22 @@ async def _force_admit(reader: Reader, target: Target, limit: int) -> Outcome:
 async def _cancel(reader: Reader, target: Target, limit: int) -> Outcome:
     done = await reader.value("select dispatch_cancel(%(id)s::bigint)", id=target.job_id)
     if done:
-        return Outcome("done", "Cancelled. It will not run.", {})
+        left = await reader.value(
+            """
+            select count(*) from (
+              select from dispatch_staged_jobs
+              where partition_id = dispatch_partition_id(%(policy)s, %(key)s)
+              limit 1001
+            ) as waiting
+            """,
+            policy=target.policy,
+            key=target.partition_key,
+        )
+        some = "More than 1,000 jobs" if left > 1000 else _jobs(left)
+        verb = "waits" if left == 1 else "wait"
+        return Outcome(
+            "done", f"It will not run. {some} of its partition still {verb}.", {"waiting": left}
+        )
     found = await queries.job(reader, target.job_id or 0)
     state = found["state"] if found else "unknown"
     return Outcome(
@@ -386,6 +401,7 @@ async def _do(
     """Do an action to each of its subjects, with an audit entry each, in one transaction."""
     lines: list[str] = []
     levels: list[str] = []
+    left = None
     async with site.database.write() as writer:
         for subject, actor in actors:
             outcome = await _attempt(writer, action, subject.target, limit)
@@ -396,17 +412,36 @@ async def _do(
             elif outcome.level != "done":
                 lines.append(f"Job {subject.target.job_id}: {outcome.text}")
             await _audit(writer, actor, action, subject.target, outcome)
+        if action.name in ("requeue", "discard"):
+            left = await _dead_left(writer, {subject.target.policy for subject, _ in actors})
     if len(actors) > 1:
         done = levels.count("done")
         past = {"requeue": "Requeued", "discard": "Discarded", "cancel": "Cancelled"}[action.name]
-        left = len(actors) - done
-        lines.insert(0, f"{past} {_jobs(done)}" + (f", {left} not:" if left else "."))
+        others = len(actors) - done
+        lines.insert(0, f"{past} {_jobs(done)}" + (f", {others} not:" if others else "."))
         if len(lines) > 4:
             lines[4:] = [f"… and {len(lines) - 4} more; the audit log has all of them."]
     if missing:
         lines.append(f"Not found: {', '.join(map(str, missing[:10]))}.")
+    if left is not None:
+        lines.append(left)
     level = next((each for each in ("failed", "nothing") if each in levels), "done")
     return Flash(level, tuple(lines))
+
+
+async def _dead_left(writer: Reader, policies: set[str | None]) -> str:
+    """How many dead jobs their policies still have, in a sentence."""
+    left = await writer.value(
+        """
+        select count(*) from (
+          select from dispatch_dead_jobs where policy_name = any (%(policies)s) limit 10001
+        ) as dead
+        """,
+        policies=sorted(policy for policy in policies if policy is not None),
+    )
+    if left > 10_000:
+        return "More than 10,000 dead jobs are left."
+    return f"{left:,} dead {'job is' if left == 1 else 'jobs are'} left."
 
 
 async def _attempt(writer: Reader, action: Action, target: Target, limit: int) -> Outcome:

@@ -147,7 +147,7 @@ def foreign_origin(headers: Headers) -> str | None:
     """
     site = headers.get("sec-fetch-site")
     if site is not None:
-        return None if site == "same-origin" else site
+        return None if site == "same-origin" else f"elsewhere ({site})"
     origin = headers.get("origin")
     if origin is None:
         return None

@@ -252,7 +252,7 @@ def _fingerprint(name: str) -> str:
 
 def _written_flash(flash: Flash) -> str:
     """A flash as a cookie's value, which browsers keep up to 4 kB of."""
-    lines = [shown.shortened(line, 300) for line in flash.lines[:5]]
+    lines = [shown.shortened(line, 300) for line in flash.lines[:7]]
     text = json.dumps([flash.level, *lines])
     return base64.urlsafe_b64encode(text.encode()).decode()[:3600]
 
