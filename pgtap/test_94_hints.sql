@@ -389,7 +389,7 @@ begin
 end;
 $$;
 select ok('warning pending_grows' = any (pg_temp.hints('pg')), 'pending_grows: when waiting jobs grow while jobs are admitted');
-select matches((pg_temp.hint('pg', 'pending_grows')).message, '^[0-9]+ jobs wait now; 15 min ago it was [0-9]+ ', 'with the numbers');
+select matches((pg_temp.hint('pg', 'pending_grows')).message, '^[0-9,]+ jobs wait now; 15 min ago it was [0-9,]+ ', 'with the numbers');
 do $$
 begin
   perform dispatch_drain('pg');

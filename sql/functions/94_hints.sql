@@ -1,11 +1,19 @@
 -- What dispatch_hints needs to say things: numbers, times and names as people read them. All of it is arithmetic on text.
 
+create or replace function dispatch_say_number(p_number bigint)
+returns text
+language sql
+stable
+parallel safe
+return to_char(p_number, 'FM999,999,999,999,990');
+comment on function dispatch_say_number(bigint) is 'A whole number: 1,234,567.';
+
 create or replace function dispatch_say_count(p_count bigint, p_what text)
 returns text
 language sql
 stable
 parallel safe
-return to_char(p_count, 'FM999,999,999,999,990') || ' ' || p_what || case when p_count = 1 then '' else 's' end;
+return dispatch_say_number(p_count) || ' ' || p_what || case when p_count = 1 then '' else 's' end;
 comment on function dispatch_say_count(bigint, text) is 'A count of something: 1 job, 1,200 jobs.';
 
 create or replace function dispatch_say_time(p_interval interval)

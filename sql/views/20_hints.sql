@@ -138,7 +138,7 @@ with limits as materialized (
     case when problem.partitions > 0 then format('%s been due for over %s and no tick looks, the longest (%s) for %s; %s never checked.',
         dispatch_say_count(problem.partitions, 'partition') || case when problem.partitions = 1 then ' has' else ' have' end,
         dispatch_say_time(limits.due_after), dispatch_say_name(problem.partition_key), dispatch_say_time(limits.now - problem.since),
-        problem.never_checked || case when problem.never_checked = 1 then ' was' else ' were' end)
+        dispatch_say_number(problem.never_checked) || case when problem.never_checked = 1 then ' was' else ' were' end)
       else format('Staged jobs have not been looked at for %s.', dispatch_say_time(limits.now - note.since))
     end || coalesce(' The last tick of this policy was ' || dispatch_say_time(limits.now - ticks.last_at) || ' ago.',
       ' No tick of this policy is known.') as message,
@@ -167,7 +167,7 @@ with limits as materialized (
       dispatch_say_time(limits.due_after), dispatch_say_name(problem.partition_key),
       case when problem.shard <> 'default' then ', shard ' || dispatch_say_name(problem.shard) else '' end,
       dispatch_say_time(limits.now - problem.since),
-      problem.never_checked || case when problem.never_checked = 1 then ' was' else ' were' end,
+      dispatch_say_number(problem.never_checked) || case when problem.never_checked = 1 then ' was' else ' were' end,
       dispatch_say_count(ticks.seen, 'partition')),
     case
       when problem.shard <> all (ticks.shards) then
@@ -218,7 +218,7 @@ with limits as materialized (
       dispatch_say_count(problem.partitions, 'partition') || case when problem.partitions = 1 then ' has' else ' have' end,
       dispatch_say_time(limits.wait_after), problem.reason, dispatch_say_name(problem.partition_key),
       dispatch_say_count(problem.worst_jobs, 'job'), dispatch_say_time(limits.now - problem.since), dispatch_say_count(problem.jobs, 'job'),
-      problem.in_flight || case when problem.in_flight = 1 then ' is' else ' are' end),
+      dispatch_say_number(problem.in_flight) || case when problem.in_flight = 1 then ' is' else ' are' end),
     dispatch_say_remedy(problem.reason, problem.policy_name, problem.partition_key),
     problem.since
   from problems as problem
@@ -232,7 +232,7 @@ with limits as materialized (
       dispatch_say_count(slots.queued, 'job') || case when slots.queued = 1 then ' is' else ' are' end,
       case when slots.queued = 1 then 'it' else 'them' end,
       oldest.job_id, dispatch_say_name(oldest.queue_name), dispatch_say_time(limits.now - slots.oldest_queued_at),
-      slots.running || case when slots.running = 1 then ' runs' else ' run' end,
+      dispatch_say_number(slots.running) || case when slots.running = 1 then ' runs' else ' run' end,
       case workers.alive when 0 then 'No worker is' when 1 then '1 worker is' else workers.alive || ' workers are' end),
     case
       when workers.alive = 0 then
@@ -271,7 +271,7 @@ with limits as materialized (
   select
     'warning', 'pending_grows', trends.policy_name, null,
     format('%s wait now; 15 min ago it was %s (each a mean of 5 min). Meanwhile jobs are admitted, %s in the last 5 min: more comes in than goes.',
-      dispatch_say_count(trends.late::bigint, 'job'), round(trends.early), to_char(ticks.jobs, 'FM999,999,999,990')),
+      dispatch_say_count(trends.late::bigint, 'job'), dispatch_say_number(trends.early::bigint), dispatch_say_number(ticks.jobs)),
     case when backlogs.reason_jobs > backlogs.jobs / 2 then dispatch_say_remedy(backlogs.reason, trends.policy_name, null)
       else 'See who stages so much: select partition_key, pending_count from dispatch_partition_status where policy_name = '
         || quote_literal(trends.policy_name) || ' order by pending_count desc limit 20. Run another driver if ticks are the limit (pydispatch run).'
@@ -291,7 +291,7 @@ with limits as materialized (
     case when ticks.failures > ticks.jobs then 'critical' else 'warning' end,
     'handoff_failures', ticks.policy_name, null,
     format('%s of %s could not be handed off in the last 5 min (%s %%) and %s set aside as dead.',
-      to_char(ticks.failures, 'FM999,999,999,990'), dispatch_say_count(ticks.failures + ticks.jobs, 'job'),
+      dispatch_say_number(ticks.failures), dispatch_say_count(ticks.failures + ticks.jobs, 'job'),
       round(100.0 * ticks.failures / (ticks.failures + ticks.jobs), 1), case when ticks.failures = 1 then 'is' else 'are' end),
     format('See their errors (select id, task_name, error from dispatch_dead_jobs where policy_name = %L order by died_at desc limit 20; or: pydispatch dead list --policy %s). A task that no application of a driver knows means that the driver is older than what enqueues: restart it.',
       ticks.policy_name, dispatch_say_word(ticks.policy_name)),
@@ -304,7 +304,7 @@ with limits as materialized (
   select
     'warning', 'slow_tick', ticks.policy_name, null,
     format('A tick took %s ms in the last 5 min; the driver ends one at tick_max_duration (25 s by default), and nothing of it remains.',
-      to_char(ticks.longest_ms, 'FM999,999,999,990')),
+      dispatch_say_number(ticks.longest_ms::bigint)),
     format('Lower partition_batch_size and admission_batch_size (select dispatch_define_policy(%L, ...)); see whether a limit function is slow, or a transaction has been open for long (pg_stat_activity.xact_start). See "What to watch" in docs/operations.md.',
       ticks.policy_name),
     ticks.longest_at
