@@ -122,6 +122,22 @@ def test_a_dead_job_is_discarded(site, page):
     assert audit(site, "discard")[:3] == ("calls", "umbrella", int(path.rpartition("/")[2]))
 
 
+def test_dead_jobs_are_chosen_and_requeued_together(site, page):
+    chosen = site.scene.stage("calls", "stark", 2, args={"poison": 1})
+    site.scene.tick()
+    page.goto("/dead")
+    for number in chosen:
+        page.get_by_label(f"Choose job {number}").check()
+    page.locator("#dead button[data-action=requeue]").click()
+    page.locator("form#confirm #do").click()
+    expect(page.locator("#flash")).to_contain_text("2 jobs")
+    left = site.conn.execute("select partition_key from dispatch_dead_jobs").fetchall()
+    assert left == [("umbrella",)]
+    assert site.conn.execute(
+        "select job_id from dispatch_audit_log where action = 'requeue' order by 1"
+    ).fetchall() == [(number,) for number in chosen]
+
+
 def test_nothing_is_done_before_it_is_confirmed(site, page):
     page.goto(site.scene.partition("calls", "globex"))
     page.locator("a[data-action=force-admit]").first.click()
