@@ -230,6 +230,8 @@ def ago(value: datetime | None, now: datetime, form: str = "{} ago") -> Markup:
 
 
 def _one_unit(length: float) -> str:
+    if length < 1:
+        return "less than 1 s"
     for name, size, until in (("s", 1, 120), ("min", 60, 7200), ("h", 3600, 172_800)):
         if length < until:
             return f"{length / size:.0f} {name}"

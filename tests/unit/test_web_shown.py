@@ -88,6 +88,12 @@ def test_a_time_is_relative_with_the_exact_one_beside_it(away, text):
     assert f'datetime="{moment:%Y-%m-%dT%H:%M:%S}.000Z"' in drawn
 
 
+def test_a_time_that_is_past_may_be_put_as_a_span():
+    assert ">for 2 min</time>" in shown.ago(NOW - timedelta(seconds=130), NOW, form="for {}")
+    assert ">for less than 1 s</time>" in shown.ago(NOW, NOW, form="for {}")
+    assert ">in 5 s</time>" in shown.ago(NOW + timedelta(seconds=5), NOW, form="for {}")
+
+
 def test_times_without_end():
     utc = timezone.utc
     assert shown.ago(datetime.max.replace(tzinfo=utc), NOW) == "<span>no end</span>"
