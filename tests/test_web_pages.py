@@ -245,6 +245,14 @@ async def test_search_leads_to_a_job_a_partition_or_a_policy(dsn, scene):
             )
 
 
+async def test_a_partition_of_a_paused_policy_does_not_wait_for_a_tick(dsn, scene):
+    scene.execute("select dispatch_pause('calls'), dispatch_pause('calls', 'later')")
+    async with browsing(dsn) as browser:
+        for path in ("/partitions?policy=calls&sort=key", "/policy?name=calls"):
+            rows = (await browser.get(path)).id("partitions").cells()
+            assert {row[0]: row[-8] for row in rows} == {"acme": "policy paused", "later": "paused"}
+
+
 async def test_a_number_may_be_a_job_and_a_key(dsn, scene):
     job = one(scene, "select min(id) from dispatch_staged_jobs")
     scene.execute(

@@ -255,7 +255,7 @@ async def partitions(request: Request) -> Response:
         now = await queries.now(reader)
         if name is not None:
             await _known(reader, name)
-        names = [row["policy_name"] for row in await _names(reader)]
+        names, held = await queries.names(reader)
         rows, after = await queries.partitions_page(
             reader,
             policy=name,
@@ -275,6 +275,7 @@ async def partitions(request: Request) -> Response:
         "partitions",
         now=now,
         names=names,
+        held=held,
         name=name,
         sort=sort,
         sorts=queries.SORTS,
@@ -284,12 +285,6 @@ async def partitions(request: Request) -> Response:
         filters=filters,
         after=after,
         first=cursor is None,
-    )
-
-
-async def _names(reader: Reader) -> list[Row]:
-    return await reader.rows(
-        "select policy_name from dispatch_policies order by policy_name limit 1000"
     )
 
 

@@ -39,6 +39,7 @@ __all__ = [
     "history_charts",
     "in_flight",
     "job",
+    "names",
     "now",
     "partitions_page",
     "payload",
@@ -133,6 +134,24 @@ async def policy_exists(reader: Reader, name: str) -> bool:
         await reader.value(
             "select exists (select from dispatch_policies where policy_name = %(name)s)", name=name
         )
+    )
+
+
+async def names(reader: Reader) -> tuple[list[str], list[str]]:
+    """The names of the policies, a thousand at most, and of those of them that are paused."""
+    rows = await reader.rows(
+        """
+        select policy.policy_name, pause.id is not null as paused
+        from dispatch_policies as policy
+        left join dispatch_pauses as pause
+          on pause.id = dispatch_partition_id(policy.policy_name, null)
+        order by policy.policy_name
+        limit 1000
+        """
+    )
+    return (
+        [row["policy_name"] for row in rows],
+        [row["policy_name"] for row in rows if row["paused"]],
     )
 
 
