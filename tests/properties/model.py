@@ -78,6 +78,7 @@ class Job:
     attempts: int = 0
     abort_requested: bool = False
     slot_since: datetime | None = None
+    observed: bool = True  # does a gate learn from it? as of its admission
     starts: list[datetime] = field(default_factory=list)
 
     def order(self) -> tuple[int, datetime, int]:
@@ -268,6 +269,7 @@ class Model:
                 job.eligible_at = self.now + QUEUEING_LOCK_BACKOFF
             else:
                 job.state, job.slot_since = "queued", self.now
+                job.observed = self.policy.has_adaptive()
                 for gate in self.policy.gates:
                     bucket = self.partition(job.key).buckets.get(gate.name)
                     if gate.type == "throttle" and bucket is not None:
@@ -278,7 +280,7 @@ class Model:
     def free(self, job: Job, succeeded: bool | None) -> None:
         """Free a job's slot, with an observation if it succeeded or failed."""
         since, job.slot_since = job.slot_since, None
-        if since is None or succeeded is None or not self.policy.has_adaptive():
+        if since is None or succeeded is None or not job.observed:
             return
         starts = [start for start in job.starts if start >= since]
         if starts:
@@ -295,6 +297,7 @@ class Model:
         job.attempts += 1
         job.scheduled_at = at
         if self.policy.retry_strategy == "bypass":
+            job.observed = job.observed or job.slot_since is None
             self.free(job, False if job.state == "running" else None)
             job.slot_since = max(self.now, at or self.now)
             job.state = "queued"
