@@ -74,32 +74,6 @@ _GLANCE = (
 )
 
 _HINTS = """
-from dispatch_policy_status as status
-left join (
-  select policy_name, jsonb_object_agg(level, hints) as hints
-  from (select policy_name, level, count(*) as hints from dispatch_hints group by 1, 2) as levels
-  group by policy_name
-) as found on found.policy_name = status.policy_name
-where %(policy)s::text is null or status.policy_name = %(policy)s
-order by status.policy_name
-"""
-
-# What scripts get of a policy, and what people see.
-_STATUS = "select status.*, coalesce(found.hints, '{}') as hints" + _WITH_HINTS
-_GLANCE = (
-    """
-    select
-      status.policy_name as policy, pending, in_flight, queued,
-      oldest_wait as longest_wait,
-      dispatch_now() - oldest_queued_at as longest_queued,
-      admitted_last_minute,
-      partitions, blocked, dead, paused,
-      coalesce((hints ->> 'critical')::int, 0) + coalesce((hints ->> 'warning')::int, 0) as hints
-    """
-    + _WITH_HINTS
-)
-
-_HINTS = """
 select level, hint, policy_name, partition_key, since, message, what_to_do
 from dispatch_hints
 where %(policy)s::text is null or policy_name = %(policy)s
