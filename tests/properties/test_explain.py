@@ -147,16 +147,15 @@ def test_behind_throttles_a_job_goes_when_it_was_said(
 
 KEYS = st.sampled_from("abcd")
 LOCKS = st.none() | st.sampled_from(["l1", "l2"])
+GATES: list[dict[str, Any]] = [
+    {"type": "throttle", "rate": 2, "per": 10},
+    {"type": "concurrency", "max": {"ctx": "max", "default": 2}},
+    {"type": "adaptive_concurrency", "initial_max": 2, "target_lag_ms": 100},
+]
 POLICIES = st.fixed_dictionaries(
     {
         "gates": st.lists(
-            st.sampled_from(
-                [
-                    {"type": "throttle", "rate": 2, "per": 10},
-                    {"type": "concurrency", "max": {"ctx": "max", "default": 2}},
-                    {"type": "adaptive_concurrency", "initial_max": 2, "target_lag_ms": 100},
-                ]
-            ),
+            st.sampled_from(GATES),
             unique_by=lambda gate: gate["type"],
         ),
         "tick_admission_budget": st.sampled_from([None, 1, 3, 3, 5]),

@@ -210,7 +210,7 @@ RAW = (
 ).map(encoded)
 FORGED = (JSON | st.tuples(JSON, JSON | IDS)).map(lambda value: encoded(json.dumps(value).encode()))
 A_TIME = "2026-01-01T00:00:00+00:00"
-OF_ANOTHER_SORT = {
+OF_ANOTHER_SORT: dict[str, list[Any]] = {
     "pending": [A_TIME, None, "a", -1, 1.5, 2**63],
     "admitted": [A_TIME, None, "a", -1, 1.5, 2**63],
     "stale": [7, "a", "infinity", "2026-01-01"],
