@@ -18,6 +18,7 @@ __all__ = [
     "duration",
     "key",
     "number",
+    "numbers",
     "plain",
     "reason",
     "said",
