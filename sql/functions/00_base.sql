@@ -21,6 +21,20 @@ end;
 $$;
 comment on function dispatch_raise(text, text, text, text) is 'Raises an error of class PD with a hint that says what to do, and a detail where there is one.';
 
+create or replace function dispatch_check_argument(p_name text, p_value integer, p_minimum integer, p_maximum integer, p_hint text)
+returns void
+language plpgsql
+immutable
+as $$
+begin
+  if p_value is null or p_value not between p_minimum and p_maximum then
+    perform dispatch_raise('PD009',
+      format('%s must lie between %s and %s, not be %s', p_name, p_minimum, p_maximum, coalesce(p_value::text, 'null')), null, p_hint);
+  end if;
+end;
+$$;
+comment on function dispatch_check_argument(text, integer, integer, integer, text) is 'Raises PD009 for a whole number that is null or out of range.';
+
 create or replace function dispatch_partition_id(p_policy text, p_partition_key text)
 returns uuid
 language sql

@@ -72,10 +72,7 @@ as $$
 declare
   v_policy constant dispatch_policies := dispatch_policy(p_policy);
 begin
-  if p_limit is null or p_limit not between 1 and 10000 then
-    perform dispatch_raise('PD009', format('p_limit must lie between 1 and 10000, not %s', coalesce(p_limit::text, 'null')), null,
-      'Call again for more.');
-  end if;
+  perform dispatch_check_argument('p_limit', p_limit, 1, 10000, 'Call again for more.');
   perform dispatch_operate_alone(p_policy);
   perform dispatch_fold(p_policy, dispatch_now());
   return dispatch_force(v_policy, dispatch_partition_id(p_policy, p_partition_key), p_limit);
@@ -95,10 +92,7 @@ declare
   v_partition_id uuid;
   v_result dispatch_drain_result;
 begin
-  if p_limit is null or p_limit not between 1 and 100000 then
-    perform dispatch_raise('PD009', format('p_limit must lie between 1 and 100000, not %s', coalesce(p_limit::text, 'null')), null,
-      'Call again for more.');
-  end if;
+  perform dispatch_check_argument('p_limit', p_limit, 1, 100000, 'Call again for more.');
   perform dispatch_operate_alone(p_policy);
   perform dispatch_fold(p_policy, dispatch_now());
   v_now := dispatch_now();

@@ -54,20 +54,6 @@ return case
 end;
 comment on function dispatch_cursor_number(jsonb, bigint, bigint) is 'A whole number of a cursor within its range; null for anything else.';
 
-create or replace function dispatch_check_page_limit(p_limit integer)
-returns void
-language plpgsql
-immutable
-as $$
-begin
-  if p_limit is null or p_limit not between 1 and 1000 then
-    perform dispatch_raise('PD009', format('p_limit must lie between 1 and 1000, not %s', coalesce(p_limit::text, 'null')), null,
-      'Pass the cursor of the last row as p_cursor for the next page.');
-  end if;
-end;
-$$;
-comment on function dispatch_check_page_limit(integer) is 'Raises PD009 for a size of page that is out of range.';
-
 -- Where a page of partitions begins. A key is cut in its cursor, which has its place in addresses; the partition itself
 -- then has the rest.
 create or replace function dispatch_page_position(
@@ -126,7 +112,7 @@ as $$
 declare
   v_after record;
 begin
-  perform dispatch_check_page_limit(p_limit);
+  perform dispatch_check_argument('p_limit', p_limit, 1, 1000, 'Pass the cursor of the last row as p_cursor for the next page.');
   if p_sort is null or p_sort not in ('pending', 'admitted', 'stale', 'recent', 'key') then
     perform dispatch_raise('PD009', format('unknown sort %L', left(p_sort, 200)), null, 'Sort by pending, admitted, stale, recent or key.');
   end if;
@@ -340,7 +326,7 @@ declare
   v_place bigint := coalesce(v_after.place, 0);
   v_left integer := p_limit;
 begin
-  perform dispatch_check_page_limit(p_limit);
+  perform dispatch_check_argument('p_limit', p_limit, 1, 1000, 'Pass the cursor of the last row as p_cursor for the next page.');
   perform dispatch_policy(p_policy);
 
   if coalesce(v_after.eligible_at <= v_now, true) then

@@ -21,19 +21,6 @@ end;
 $$;
 comment on function dispatch_check_interval(text, interval, interval, interval) is 'Raises PD009 for a length of time that is out of range; null is in range.';
 
-create or replace function dispatch_check_whole_argument(p_name text, p_value integer, p_minimum integer, p_maximum integer)
-returns void
-language plpgsql
-as $$
-begin
-  if p_value is null or p_value not between p_minimum and p_maximum then
-    perform dispatch_raise('PD009', format('%s must lie between %s and %s, not be %s', p_name, p_minimum, p_maximum, coalesce(p_value::text, 'null')),
-      null, 'It is a whole number.');
-  end if;
-end;
-$$;
-comment on function dispatch_check_whole_argument(text, integer, integer, integer) is 'Raises PD009 for a whole number that is null or out of range.';
-
 create or replace function dispatch_refuse_load(p_path text, p_problem text, p_value jsonb)
 returns void
 language plpgsql
@@ -774,9 +761,9 @@ begin
   perform dispatch_check_interval('p_tick_every', p_tick_every, '0.001 s', '1 day');
   perform dispatch_check_interval('p_step', p_step, '0.001 s', '3650 days');
   perform dispatch_check_interval('p_horizon', coalesce(p_horizon, '-1 s'), '0 s', '3650 days');
-  perform dispatch_check_whole_argument('p_groups', p_groups, 1, 100);
-  perform dispatch_check_whole_argument('p_max_jobs', p_max_jobs, 1, 100000);
-  perform dispatch_check_whole_argument('p_max_ticks', p_max_ticks, 1, 1000000);
+  perform dispatch_check_argument('p_groups', p_groups, 1, 100, 'It is a whole number.');
+  perform dispatch_check_argument('p_max_jobs', p_max_jobs, 1, 100000, 'It is a whole number.');
+  perform dispatch_check_argument('p_max_ticks', p_max_ticks, 1, 1000000, 'It is a whole number.');
 
   v_scratch := dispatch_parse_policy(v_name,
     case when p_definition is null then (dispatch_policy(p_policy)).definition else p_definition end, v_start);
