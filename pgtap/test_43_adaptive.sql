@@ -1,6 +1,6 @@
 -- Adaptive concurrency: steps computed by hand, a fold that equals single steps, and what counts as an observation.
 begin;
-select plan(62);
+select plan(65);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 
@@ -130,6 +130,22 @@ select is(pg_temp.stats('y'), '2 0 1', 'each partition for itself, not below min
 select is(updated_at, pg_temp.at(50), 'and dated') from dispatch_adaptive_stats limit 1;
 do $$ begin perform pg_temp.adapt(pg_temp.saw('x', true, 325)); end $$;
 select is(pg_temp.stats('x'), '3 500 5', 'the next fold goes on where the last one ended');
+
+create function pg_temp.history() returns text language sql stable as $$
+  select string_agg(format('%s: %s, %s', extract(epoch from minute - date_trunc('minute', pg_temp.at(0)))::integer, current_max, ewma_lag_ms), '; ' order by minute)
+  from dispatch_adaptive_samples
+  where partition_id = dispatch_partition_id('a', 'x');
+$$;
+select is(pg_temp.history(), '0: 2, 675', 'the history has what the first fold of a minute came to');
+do $$ begin
+  perform dispatch_adapt('a', array[pg_temp.saw('x', true, 500)], pg_temp.at(120));
+  perform dispatch_adapt('a', array[pg_temp.saw('x', true, 500)], pg_temp.at(3600));
+end $$;
+select is(pg_temp.history(), '0: 2, 675; 120: 4, 500; 3600: 5, 500', 'a row a minute');
+do $$ begin
+  perform dispatch_adapt('a', array[pg_temp.saw('x', true, 500)], pg_temp.at(3720));
+end $$;
+select is(pg_temp.history(), '120: 4, 500; 3600: 5, 500; 3720: 6, 500', 'of an hour');
 do $$ begin perform dispatch_adapt('a', array[row(gen_random_uuid(), true, 5)::dispatch_observation], pg_temp.at(50)), dispatch_adapt('plain', array[pg_temp.saw('x', true, 5)], pg_temp.at(50)); end $$;
 select is(count(*), 2::bigint, 'a partition that is gone, or a policy without such a gate, learns nothing') from dispatch_adaptive_stats;
 

@@ -21,7 +21,7 @@ path                                            what
 ``GET /partitions?policy=&sort=&q=&pending=1``  ``#filter``, ``#partitions``; ``&cursor=`` pages
 ``GET /partitions/{uuid}``                      one: ``#state``, ``#gates``, ``#waiting``
                                                 (``?cursor=`` pages), ``#inflight``, ``#adaptive``,
-                                                ``#fairness``
+                                                ``#fairness``, ``#caps``, ``#lags``
 ``GET /jobs/{id}``                              one job: ``#state``, ``#explain``, ``#lifecycle``,
                                                 ``#payload`` (with ``show_payloads`` only)
 ``GET /dead?policy=``                           dead jobs: ``#dead``; ``&cursor=`` pages

@@ -314,6 +314,7 @@ async def partition(request: Request) -> Response:
         explanation = await queries.explain(reader, next_id) if next_id is not None else []
         in_flight = await queries.in_flight(reader, id, limit=21)
         adaptive = await queries.adaptive(reader, id)
+        caps, lags = await queries.adaptive_charts(reader, now, id)
         fairness = await queries.fairness(reader, now, found.policy, id)
         found_hints = await queries.hints(reader, policy=found.policy, partition_key=found.key)
     return site.page(
@@ -338,6 +339,8 @@ async def partition(request: Request) -> Response:
         ],
         more_in_flight=len(in_flight) > 20,
         adaptive=adaptive,
+        caps=caps,
+        lags=lags,
         fairness=fairness,
         hints=found_hints,
         more_hints=False,
@@ -401,7 +404,6 @@ def _lifecycle(job: Row, dead: Row | None) -> list[tuple[str, datetime | None, s
     """The stations of a job's life: what, when, and whether it was, is or may be."""
     state = job["state"]
     order = ["staged", "queued", "running", "finished"]
-    ended = {"dead": "set aside", "cancelled": "cancelled"}
     stations: list[tuple[str, datetime | None, str]] = [("staged", job["staged_at"], "past")]
     if state == "dead":
         return [*stations, ("set aside", dead["died_at"] if dead else None, "now")]
@@ -409,7 +411,7 @@ def _lifecycle(job: Row, dead: Row | None) -> list[tuple[str, datetime | None, s
         return [
             *stations,
             *([("admitted", job["admitted_at"], "past")] if job["admitted_at"] else []),
-            (ended[state], job["finished_at"], "now"),
+            ("cancelled", job["finished_at"], "now"),
         ]
     at = order.index(state) if state in order else 0
     return [

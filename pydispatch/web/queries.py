@@ -24,6 +24,7 @@ __all__ = [
     "WAITING_PAGE",
     "Partition",
     "adaptive",
+    "adaptive_charts",
     "admissions_chart",
     "audit_page",
     "capacity",
@@ -73,9 +74,6 @@ SPAN = timedelta(hours=1)
 """How far back charts go."""
 
 STEP = timedelta(minutes=1)
-
-WORKER_SIGN = timedelta(seconds=60)
-"""A worker without a heartbeat for longer is not alive; procrastinate's come every 10 s."""
 
 
 BIGINT = 2**63 - 1
@@ -194,10 +192,8 @@ async def hints(
 
 
 async def workers(reader: Reader, moment: datetime) -> int:
-    """How many of procrastinate's workers gave a sign lately."""
-    count: int = await reader.value(
-        "select dispatch_workers_alive(%(since)s)", since=moment - WORKER_SIGN
-    )
+    """How many of procrastinate's workers do not count as lost."""
+    count: int = await reader.value("select dispatch_workers_alive(%(now)s)", now=moment)
     return count
 
 
@@ -248,7 +244,7 @@ async def admissions_chart(reader: Reader, moment: datetime, name: str | None = 
 async def history_charts(
     reader: Reader, moment: datetime, name: str | None = None
 ) -> tuple[Chart, Chart]:
-    """What the sweeps saw in the last hour: jobs waiting and in flight; lag and waits."""
+    """What the sweeps saw in the last hour: jobs waiting and in flight; their lag."""
     times = span_of(moment, SPAN, STEP)
     rows = await reader.rows(
         """
@@ -259,8 +255,7 @@ async def history_charts(
             max(pending) as pending,
             max(in_flight) as in_flight,
             max(queued) as queued,
-            avg(lag_ms) as lag_ms,
-            max(oldest_wait_seconds) as oldest_wait
+            avg(lag_ms) as lag_ms
           from dispatch_policy_samples
           where at >= %(since)s
             and at < %(until)s
@@ -272,8 +267,7 @@ async def history_charts(
           sum(pending)::bigint as pending,
           sum(in_flight)::bigint as in_flight,
           sum(queued)::bigint as queued,
-          avg(lag_ms) as lag_ms,
-          max(oldest_wait) as oldest_wait
+          avg(lag_ms) as lag_ms
         from minutes
         group by minute
         """,
@@ -475,6 +469,56 @@ async def adaptive(reader: Reader, partition_id: str) -> list[Row]:
         order by stats.gate_name
         """,
         id=partition_id,
+    )
+
+
+async def adaptive_charts(
+    reader: Reader, moment: datetime, partition_id: str
+) -> tuple[Chart, Chart]:
+    """What the adaptive gates of a partition came to in the last hour: their caps; their lags."""
+    times = span_of(moment, SPAN, STEP)
+    rows = await reader.rows(
+        """
+        select gate_name, minute, current_max, ewma_lag_ms
+        from dispatch_adaptive_samples
+        where partition_id = %(id)s
+          and minute < %(until)s
+        order by gate_name, minute
+        """,
+        id=partition_id,
+        until=times[-1] + STEP,
+    )
+
+    def lines(column: str) -> list[Series]:
+        # What a gate has come to stays until it learns more.
+        series = []
+        for gate in dict.fromkeys(row["gate_name"] for row in rows):
+            known = [row for row in rows if row["gate_name"] == gate]
+            values = [
+                next((float(row[column]) for row in reversed(known) if row["minute"] <= each), None)
+                for each in times
+            ]
+            series.append(Series(gate, values))
+        return series
+
+    empty = "No adaptive gate learned anything of this partition in the last hour."
+    return (
+        Chart(
+            "cap-chart",
+            "Cap that each adaptive gate came to, in the last hour (UTC)",
+            "jobs",
+            times,
+            lines("current_max"),
+            empty=empty,
+        ),
+        Chart(
+            "partition-lag-chart",
+            "Moving average of the time from admission to start, in the last hour (UTC)",
+            "milliseconds",
+            times,
+            lines("ewma_lag_ms"),
+            empty=empty,
+        ),
     )
 
 

@@ -93,6 +93,26 @@ end;
 $$;
 comment on function dispatch_gate_adaptive_concurrency(dispatch_claim[], text, timestamptz) is 'Lets max(current_max, min) - in flight jobs pass; with nothing in flight at least initial_max, so that an idle partition leaves the floor.';
 
+create or replace function dispatch_sample_adaptive(p_partition_id uuid, p_gate text, p_current_max integer, p_ewma_lag_ms double precision, p_now timestamptz)
+returns void
+language plpgsql
+set search_path from current
+set enable_seqscan = off
+as $$
+begin
+  insert into dispatch_adaptive_samples (partition_id, gate_name, minute, current_max, ewma_lag_ms)
+  values (p_partition_id, p_gate, date_trunc('minute', p_now), p_current_max, p_ewma_lag_ms)
+  on conflict on constraint dispatch_adaptive_samples_pkey do nothing;
+  if found then
+    delete from dispatch_adaptive_samples
+    where partition_id = p_partition_id
+      and gate_name = p_gate
+      and minute < p_now - interval '1 hour';
+  end if;
+end;
+$$;
+comment on function dispatch_sample_adaptive(uuid, text, integer, double precision, timestamptz) is 'Keeps what a gate has come to, once a minute, and forgets what is older than an hour.';
+
 create or replace function dispatch_adapt(p_policy text, p_observations dispatch_observation[], p_now timestamptz)
 returns void
 language plpgsql
@@ -145,6 +165,7 @@ begin
       on conflict on constraint dispatch_adaptive_stats_pkey do update
       set (current_max, ewma_lag_ms, sample_count, updated_at)
         = (excluded.current_max, excluded.ewma_lag_ms, excluded.sample_count, excluded.updated_at);
+      perform dispatch_sample_adaptive(v_seen.partition_id, v_gate, v_stats.current_max, v_stats.ewma_lag_ms, p_now);
     end loop;
   end loop;
 end;
