@@ -93,3 +93,17 @@ def test_the_upgrade_waits_for_a_tick_and_is_in_nobodys_way_meanwhile(
     # And on it goes.
     old.execute("select dispatch_define_policy('q', '{}'), dispatch_stage('q', 't')")
     assert old.execute("select jobs_admitted from dispatch_tick('q')").fetchone() == (1,)
+
+
+def test_somebody_who_only_reads_puts_the_upgrade_off_and_nobody_has_to_wait_for_that(
+    old: psycopg.Connection, admin: psycopg.Connection
+) -> None:
+    tries = "select 1 from pg_stat_activity where datname = %s and wait_event = 'PgSleep'"
+    with ThreadPoolExecutor() as threads, psycopg.connect(old.info.dsn) as report:
+        report.execute("select from procrastinate_jobs")
+        upgrade = threads.submit(migrate, old.info.dsn)
+        wait_for(lambda: admin.execute(tries, [old.info.dbname]).fetchone())
+        old.execute("set lock_timeout = '5 s'; update procrastinate_jobs set priority = 1")
+        assert not upgrade.done()
+        report.commit()
+        assert "migrations/0004_history.sql" in upgrade.result(timeout=30)

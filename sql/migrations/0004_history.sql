@@ -2,23 +2,28 @@
 -- Partitions that hold jobs are written once, since from now on each of them says since when: 100,000 take about a second.
 
 -- Ticks, workers and whoever ends a job take these tables in different orders, and this run alters all of them: so all at
--- once or none, lest it waits with one of them in hand for somebody who waits for it.
+-- once or none, lest it waits with one of them in hand for somebody who waits for it. procrastinate_jobs is taken whole, since
+-- triggers of it will be dropped: whoever only reads it, a report in a long transaction, is waited for here as well.
 do $$
 declare
   v_until constant timestamptz := clock_timestamp() + interval '10 seconds';
+  v_lock_timeout constant text := current_setting('lock_timeout');
 begin
   while clock_timestamp() < v_until loop
     begin
-      lock table procrastinate_jobs in share row exclusive mode nowait;
-      lock table dispatch_inbox, dispatch_partitions, dispatch_inflight_jobs, dispatch_admissions, dispatch_tick_samples
-        in access exclusive mode nowait;
+      lock table procrastinate_jobs, dispatch_inbox, dispatch_partitions, dispatch_inflight_jobs, dispatch_admissions,
+        dispatch_tick_samples in access exclusive mode nowait;
       return;
     exception
       when lock_not_available then
         perform pg_sleep(0.002);
     end;
   end loop;
-  -- Then as they come: of two that wait for each other, Postgres ends one, which is tried again.
+  -- Then as they come, but not for long, for everybody else has to queue behind: rather fail and be run again.
+  perform set_config('lock_timeout', '1s', true);
+  lock table procrastinate_jobs, dispatch_inbox, dispatch_partitions, dispatch_inflight_jobs, dispatch_admissions,
+    dispatch_tick_samples in access exclusive mode;
+  perform set_config('lock_timeout', v_lock_timeout, true);
 end;
 $$;
 
