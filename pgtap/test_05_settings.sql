@@ -1,6 +1,6 @@
 -- Settings: defaults, ranges, and a table that holds only what differs.
 begin;
-select plan(33);
+select plan(73);
 
 select is(dispatch_setting(name), value, format('%s is %s unless it is set', name, value))
 from (values
@@ -8,10 +8,20 @@ from (values
   ('partition_inactive_after', 86400),
   ('metrics_retention', 86400),
   ('admission_retention', 604800),
-  ('queueing_lock_backoff', 1)
+  ('audit_retention', 7776000),
+  ('queueing_lock_backoff', 1),
+  ('hint_due_after', 120),
+  ('hint_wait_after', 1800),
+  ('hint_drain_after', 1800),
+  ('hint_queued_after', 300),
+  ('hint_failure_percent', 1),
+  ('hint_growth_percent', 20),
+  ('hint_tick_ms', 12500),
+  ('hint_sweep_after', 300),
+  ('hint_pause_after', 3600)
 ) as defaults (name, value);
 
-select is(count(*), 5::bigint, 'there are no other settings than these five') from dispatch_setting_spec();
+select is(count(*), 15::bigint, 'there are no other settings than these') from dispatch_setting_spec();
 
 select lives_ok(
   format('select dispatch_set(%L, %s), dispatch_set(%L, %s)', name, minimum, name, maximum),
