@@ -158,11 +158,7 @@ cross join lateral (
 ) as inbox
 order by status.policy_name
 """
-ALIVE = """
-select dispatch_workers_alive(
-  dispatch_now() - make_interval(secs => dispatch_setting('inflight_stale_after')::float8)
-) as workers
-"""
+ALIVE = "select dispatch_workers_alive(dispatch_now()) as workers"
 TOTALS = "select policy_name, counter, label, value from dispatch_totals order by 1, 2, 3"
 
 

@@ -84,6 +84,58 @@ return case
 end;
 comment on function dispatch_waiting_since(bigint, timestamptz, timestamptz, timestamptz) is 'Since when a partition''s jobs wait, once more came in of which the first is due at p_due_at (null: none came): in the future as long as all wait for their time, null when no job waits.';
 
+create or replace function dispatch_sum_notes(p_notes dispatch_inbox[])
+returns table (
+  partition_id uuid, jobs bigint, slots bigint, any_finished boolean, any_resumed boolean, due_at timestamptz, newest_id bigint,
+  context jsonb, partition_key text, shard text
+)
+language sql
+immutable
+parallel safe
+begin atomic
+  -- The newest context counts; the key is the same in all notes; the shard is that of the first job.
+  select
+    partition_id,
+    coalesce(sum(jobs) filter (where kind <> 'finished'), 0),
+    coalesce(sum(jobs) filter (where kind = 'finished'), 0),
+    bool_or(kind = 'finished' and jobs < 0),
+    bool_or(kind = 'resumed'),
+    min(due_at),
+    max(newest_id),
+    (array_agg(context) filter (where kind = 'staged'))[1],
+    max(partition_key),
+    (array_agg(shard) filter (where kind = 'staged'))[count(*) filter (where kind = 'staged')]
+  from (select * from unnest(p_notes) order by partition_id, newest_id desc, id desc) as newest_first
+  group by partition_id;
+end;
+comment on function dispatch_sum_notes(dispatch_inbox[]) is 'What notes say together of each partition: jobs that came and slots that became free, the newest context, when the first of the jobs is due.';
+
+create or replace function dispatch_still_blocked(p_blocked_until timestamptz, p_blocked_after_finish timestamptz, p_any_finished boolean, p_lifted boolean)
+returns timestamptz
+language sql
+immutable
+parallel safe
+return case
+  when p_lifted then null
+  when p_any_finished and p_blocked_until is not null then p_blocked_after_finish
+  else p_blocked_until
+end;
+comment on function dispatch_still_blocked(timestamptz, timestamptz, boolean, boolean) is 'Until when gates block a partition once notes are folded: a finish lifts what only waits for slots; a new context or a lifted pause (p_lifted) lifts everything.';
+
+create or replace function dispatch_due_with_notes(
+  p_due_at timestamptz, p_was_blocked_until timestamptz, p_blocked_until timestamptz, p_jobs_due_at timestamptz, p_now timestamptz
+)
+returns timestamptz
+language sql
+immutable
+parallel safe
+return least(
+  p_due_at,
+  case when p_blocked_until is distinct from p_was_blocked_until and p_due_at is not null then greatest(p_blocked_until, p_now) end,
+  case when p_jobs_due_at is not null then greatest(p_jobs_due_at, p_blocked_until) end
+);
+comment on function dispatch_due_with_notes(timestamptz, timestamptz, timestamptz, timestamptz, timestamptz) is 'When to look at a partition once notes are folded: at once where something was lifted, and when the first of the new jobs (p_jobs_due_at; null: none came) may go.';
+
 create or replace function dispatch_fold(p_policy text, p_now timestamptz, p_limit integer default 10000)
 returns integer
 language plpgsql
@@ -143,33 +195,13 @@ begin
   end if;
 
   delete from dispatch_inbox where ctid = any (v_places);
-  with sums as (
-    -- The newest context counts; the key is the same in all notes; the shard is that of the first job.
-    select
-      partition_id,
-      coalesce(sum(jobs) filter (where kind <> 'finished'), 0) as jobs,
-      coalesce(sum(jobs) filter (where kind = 'finished'), 0) as slots,
-      bool_or(kind = 'finished' and jobs < 0) as any_finished,
-      bool_or(kind = 'resumed') as any_resumed,
-      min(due_at) as due_at,
-      max(newest_id) as newest_id,
-      (array_agg(context) filter (where kind = 'staged'))[1] as context,
-      max(partition_key) as partition_key,
-      (array_agg(shard) filter (where kind = 'staged'))[count(*) filter (where kind = 'staged')] as shard
-    from (select * from unnest(v_notes) order by partition_id, newest_id desc, id desc) as newest_first
-    group by partition_id
-  ), changes as materialized (
+  with changes as materialized (
     select
       sums.*,
       held.place,
-      held.blocked_until,
-      -- A finish lifts what only waits for slots; a new context or a lifted pause lifts everything.
-      case
-        when any_resumed or (sums.newest_id > held.newest_id and sums.context <> held.context) then null
-        when any_finished and held.blocked_until is not null then held.blocked_after_finish
-        else held.blocked_until
-      end as still_blocked_until
-    from sums
+      dispatch_still_blocked(held.blocked_until, held.blocked_after_finish, any_finished,
+        any_resumed or (sums.newest_id > held.newest_id and sums.context <> held.context)) as still_blocked_until
+    from dispatch_sum_notes(v_notes) as sums
     left join (
       select place, id, newest_id, context, blocked_until, blocked_after_finish
       from rows from (unnest(v_rows), unnest(v_held)) as held (place, id, due_at, blocked_until, blocked_after_finish, first_seen_at,
@@ -185,11 +217,7 @@ begin
       newest_id = greatest(p.newest_id, changes.newest_id),
       context = case when changes.newest_id > p.newest_id then changes.context else p.context end,
       blocked_until = still_blocked_until,
-      due_at = least(
-        p.due_at,
-        case when still_blocked_until is distinct from p.blocked_until and p.due_at is not null then greatest(still_blocked_until, p_now) end,
-        case when changes.due_at is not null then greatest(changes.due_at, still_blocked_until) end
-      )
+      due_at = dispatch_due_with_notes(p.due_at, p.blocked_until, still_blocked_until, changes.due_at, p_now)
     from changes
     where p.ctid = changes.place
   )

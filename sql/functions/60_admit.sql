@@ -55,9 +55,10 @@ end;
 $$;
 comment on function dispatch_new_claim(dispatch_policies, dispatch_partitions, integer) is 'A partition as a claim that no gate has seen yet.';
 
-create or replace function dispatch_claims(p_policy dispatch_policies, p_shard text, p_now timestamptz)
+create or replace function dispatch_to_claims(p_policy dispatch_policies, p_partitions dispatch_partitions[], p_now timestamptz)
 returns dispatch_claim[]
 language plpgsql
+stable
 set search_path from current
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
@@ -82,7 +83,7 @@ begin
             end,
             p.due_at, p.last_admitted_at nulls first, p.id
         )::integer) as claim
-      from dispatch_lock_due(p_policy, p_shard, p_now) as p
+      from unnest(p_partitions) as p
     ) as claims
     left join lateral (
       select id from dispatch_pauses where id = claims.id limit 1
@@ -91,7 +92,7 @@ begin
   );
 end;
 $$;
-comment on function dispatch_claims(dispatch_policies, text, timestamptz) is 'Locks and returns the due partitions of a policy as claims, the least recently served first.';
+comment on function dispatch_to_claims(dispatch_policies, dispatch_partitions[], timestamptz) is 'Partitions as claims, the least recently served first; those that are paused are denied already.';
 
 -- The ready jobs of a partition in order. Where jobs of a higher priority wait for their time, they stand in front of the
 -- ready ones in the index; so it is read priority by priority, and within each only up to now.
@@ -216,7 +217,8 @@ begin
     return v_handoff;
   end if;
 
-  v_handoff.claims := dispatch_claims(p_policy, p_shard, v_handoff.decided_at);
+  v_handoff.claims := dispatch_to_claims(p_policy,
+    array(select p from dispatch_lock_due(p_policy, p_shard, v_handoff.decided_at) as p), v_handoff.decided_at);
   if v_handoff.claims <> '{}' then
     v_handoff.decided_at := dispatch_now();
     v_handoff.claims := dispatch_pass_gates(p_policy.gates,

@@ -308,17 +308,19 @@ end;
 $$;
 comment on function dispatch_queued_since(text, timestamptz) is 'The first of a policy''s queued jobs that were admitted at that moment. Reads slots in the order of their jobs, so that the longest queued are found soon.';
 
-create or replace function dispatch_workers_alive(p_since timestamptz)
+create or replace function dispatch_workers_alive(p_now timestamptz)
 returns bigint
 language plpgsql
 stable
 set search_path from current
 as $$
+declare
+  v_since constant timestamptz := p_now - make_interval(secs => dispatch_setting('inflight_stale_after')::double precision);
 begin
-  return (select count(*) from procrastinate_workers where last_heartbeat >= p_since);
+  return (select count(*) from procrastinate_workers where last_heartbeat >= v_since);
 end;
 $$;
-comment on function dispatch_workers_alive(timestamptz) is 'Workers of procrastinate, for whatever queue, that gave a sign since p_since.';
+comment on function dispatch_workers_alive(timestamptz) is 'Workers of procrastinate, for whatever queue, that gave a sign within inflight_stale_after: those that do not count as lost.';
 
 create or replace function dispatch_lock_stalled(p_now timestamptz, p_since timestamptz, p_limit integer)
 returns table (job_id bigint, what text)

@@ -32,24 +32,12 @@ set enable_bitmapscan = off
 set enable_mergejoin = off
 set jit = off
 as $$
+declare
+  v_notes constant dispatch_inbox[] := array(select note from dispatch_unfolded(p_policy.policy_name, p_only) as note);
 begin
   return query
     with sums as materialized (
-      select
-        partition_id,
-        coalesce(sum(jobs) filter (where kind <> 'finished'), 0) as jobs,
-        coalesce(sum(jobs) filter (where kind = 'finished'), 0) as slots,
-        bool_or(kind = 'finished' and jobs < 0) as any_finished,
-        bool_or(kind = 'resumed') as any_resumed,
-        min(due_at) as due_at,
-        max(newest_id) as newest_id,
-        (array_agg(context) filter (where kind = 'staged'))[1] as context,
-        max(partition_key) as partition_key,
-        (array_agg(shard) filter (where kind = 'staged'))[count(*) filter (where kind = 'staged')] as shard
-      from (
-        select * from dispatch_unfolded(p_policy.policy_name, p_only) order by partition_id, newest_id desc, id desc
-      ) as newest_first
-      group by partition_id
+      select * from dispatch_sum_notes(v_notes)
     ), wanted as (
       select p_only as id where p_only is not null
       union
@@ -72,13 +60,8 @@ begin
     left join lateral (
       select p as row, p.* from dispatch_partitions as p where p.id = wanted.id limit 1
     ) as known on true
-    cross join lateral (
-      select case
-        when sums.any_resumed or (sums.newest_id > known.newest_id and sums.context <> known.context) then null
-        when sums.any_finished and known.blocked_until is not null then known.blocked_after_finish
-        else known.blocked_until
-      end as blocked_until
-    ) as still
+    cross join lateral dispatch_still_blocked(known.blocked_until, known.blocked_after_finish, sums.any_finished,
+      sums.any_resumed or (sums.newest_id > known.newest_id and sums.context <> known.context)) as still_blocked_until
     cross join lateral jsonb_populate_record(known.row, case
       when sums.partition_id is null then '{}'
       when known.id is null then jsonb_build_object(
@@ -91,12 +74,8 @@ begin
         'in_flight_count', known.in_flight_count + sums.slots,
         'newest_id', greatest(known.newest_id, sums.newest_id),
         'context', case when sums.newest_id > known.newest_id then sums.context else known.context end,
-        'blocked_until', still.blocked_until,
-        'due_at', least(
-          known.due_at,
-          case when still.blocked_until is distinct from known.blocked_until and known.due_at is not null then greatest(still.blocked_until, p_now) end,
-          case when sums.due_at is not null then greatest(sums.due_at, still.blocked_until) end
-        ))
+        'blocked_until', still_blocked_until,
+        'due_at', dispatch_due_with_notes(known.due_at, known.blocked_until, still_blocked_until, sums.due_at, p_now))
     end) as folded
     where known.id is not null or sums.partition_key is not null;
 end;
@@ -375,7 +354,7 @@ begin
     v_row.blocks := true;
     v_row.reason := split_part((p_claim).reason, ':', 1);
     v_row.numbers := '{}';
-    v_row.message := 'Not asked: ' || (p_claim).reason;
+    v_row.message := 'Not asked: ' || rtrim((p_claim).reason, '. ') || '.';
     return v_row;
   end if;
 
@@ -440,32 +419,13 @@ declare
   v_claims dispatch_claim[];
   v_gate jsonb;
 begin
-  v_claims := array(
-    select case
-      when pause.id is not null then dispatch_narrow(claim, (claim).gate_state, 0, 'infinity', 'infinity', 'paused')
-      else claim
-    end
-    from (
-      select due.id, dispatch_new_claim(p_policy, due, row_number() over (
-        order by
-          case when p_policy.half_life is not null then
-            dispatch_decay(due.decayed_admits, extract(epoch from p_now - due.decayed_at)::double precision, p_policy.half_life)
-          end,
-          due.due_at, due.last_admitted_at nulls first, due.id
-        )::integer) as claim
-      from (
-        select folded as partition
-        from dispatch_as_folded(p_policy, null, p_now) as folded
-        where folded.due_at <= p_now
-        order by folded.due_at
-        limit p_policy.partition_batch_size
-      ) as first
-      cross join lateral (select (first.partition).*) as due
-    ) as claims
-    left join dispatch_pauses as pause on pause.id = claims.id
-    order by (claim).ordinal
-  );
-  v_claims := dispatch_resolve(p_policy, v_claims, p_now);
+  v_claims := dispatch_resolve(p_policy, dispatch_to_claims(p_policy, array(
+    select folded
+    from dispatch_as_folded(p_policy, null, p_now) as folded
+    where folded.due_at <= p_now
+    order by folded.due_at
+    limit p_policy.partition_batch_size
+  ), p_now), p_now);
   for v_gate in select jsonb_array_elements(p_policy.gates) loop
     v_claims := dispatch_foresee_gate(p_policy.policy_name, v_gate, v_claims, p_now);
   end loop;
@@ -826,7 +786,7 @@ begin
   case p_state.state
     when 'queued' then
       select running_id into v_holder from dispatch_lock_holders(v_facts.lock, null);
-      v_workers := dispatch_workers_alive(v_stale_since);
+      v_workers := dispatch_workers_alive(p_now);
       v_job.since := p_state.admitted_at;
       v_job.estimated_at := case when v_facts.scheduled_at > p_now then v_facts.scheduled_at end;
       v_job.reason := case
@@ -842,7 +802,8 @@ begin
         when 'no_worker' then format('It waits for a worker in the queue %L, and no worker is alive.', p_state.queue_name)
         when 'lock_held' then format('It waits in the queue %L until job %s ends, which runs under its lock %L.',
           p_state.queue_name, v_holder, left(v_facts.lock, 200))
-        else format('It waits for a worker in the queue %L; %s workers are alive, for this queue or others.', p_state.queue_name, v_workers)
+        else format('It waits for a worker in the queue %L; %s alive, for this queue or others.', p_state.queue_name,
+          case v_workers when 1 then '1 worker is' else v_workers || ' workers are' end)
       end || coalesce(' Admitted at ' || dispatch_say_time(p_state.admitted_at) || '.', '');
     when 'running' then
       v_job.since := v_facts.started_at;

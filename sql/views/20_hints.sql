@@ -128,6 +128,11 @@ with limits as materialized (
       and s.at > limits.now - interval '15 minutes'
       and s.at <= limits.now
   ) as recent
+), slots as materialized (
+  select counts.policy_name, counts.queued, counts.running, counts.oldest_queued_at
+  from limits
+  cross join lateral dispatch_slot_counts(limits.now) as counts
+  where counts.oldest_queued_at < limits.now - limits.queued_after
 ), dead as (
   select policy_name, count(*) as jobs, min(died_at) as since, max(died_at) as newest_at
   from dispatch_dead_jobs
@@ -214,15 +219,20 @@ with limits as materialized (
   select
     case when problem.reason in ('concurrency_full', 'budget_exhausted') then 'warning' else 'info' end,
     'waits_for_gate', problem.policy_name, problem.partition_key,
-    format('%s had waiting jobs and none admitted for over %s: %s. The longest (%s, %s) for %s. These %s wait for the gate, not for a worker; %s in flight.',
+    format('%s had waiting jobs and none admitted for over %s: %s. The longest (%s, %s) for %s. These %s wait for the gate, %s; %s in flight.',
       dispatch_say_count(problem.partitions, 'partition') || case when problem.partitions = 1 then ' has' else ' have' end,
       dispatch_say_time(limits.wait_after), problem.reason, dispatch_say_name(problem.partition_key),
       dispatch_say_count(problem.worst_jobs, 'job'), dispatch_say_time(limits.now - problem.since), dispatch_say_count(problem.jobs, 'job'),
+      case when slots.policy_name is null then 'not for a worker' else 'and slots of this policy are held by jobs that no worker takes' end,
       dispatch_say_number(problem.in_flight) || case when problem.in_flight = 1 then ' is' else ' are' end),
-    dispatch_say_remedy(problem.reason, problem.policy_name, problem.partition_key),
+    -- More slots would fill with jobs that no worker takes, too.
+    case when slots.policy_name is null then dispatch_say_remedy(problem.reason, problem.policy_name, problem.partition_key)
+      else 'See to the workers first, as the hint waits_for_worker says: an admitted job holds its slot until it has run.'
+    end,
     problem.since
   from problems as problem
   cross join limits
+  left join slots on slots.policy_name = problem.policy_name and problem.reason = 'concurrency_full'
   where problem.problem = 'gate'
   union all
   select
@@ -243,10 +253,9 @@ with limits as materialized (
     end,
     slots.oldest_queued_at
   from limits
-  cross join lateral dispatch_slot_counts(limits.now) as slots
-  cross join lateral dispatch_workers_alive(limits.now - limits.stale_after) as workers (alive)
+  cross join slots
+  cross join lateral dispatch_workers_alive(limits.now) as workers (alive)
   left join lateral dispatch_queued_since(slots.policy_name, slots.oldest_queued_at) as oldest on true
-  where slots.oldest_queued_at < limits.now - limits.queued_after
   union all
   select
     'warning', 'slow_backlog', backlogs.policy_name, null,
