@@ -1,6 +1,6 @@
 -- dispatch_hints: each hint shows when there is reason, once a policy, and goes when there is none any more.
 begin;
-select plan(76);
+select plan(80);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 alter table procrastinate_jobs add constraint no_bad_queue check (queue_name <> 'bad');
@@ -347,6 +347,36 @@ begin
 end;
 $$;
 select is(pg_temp.hints('g'), '{}', 'it goes when a job is admitted');
+
+-- Slots that fill up since no worker takes what holds them (case: somebody raises a cap, and more jobs are queued).
+do $$
+begin
+  perform pg_temp.later(1799.9);
+  perform dispatch_tick('g');
+  perform pg_temp.later(0.2);
+end;
+$$;
+select is(pg_temp.hints('g'), '{warning waits_for_gate a,warning waits_for_worker a}', 'a full cap whose jobs no worker takes is a problem of workers first');
+select matches(
+  (pg_temp.hint('g', 'waits_for_gate')).message,
+  'This job waits for the gate, and slots of this policy are held by jobs that no worker takes; 1 is in flight.$', 'which its gate says');
+select is(
+  (pg_temp.hint('g', 'waits_for_gate')).what_to_do,
+  'See to the workers first, as the hint waits_for_worker says: an admitted job holds its slot until it has run.', 'without a word of a higher cap');
+
+-- A limit that a function does not know is no zero that somebody wrote.
+do $$
+begin
+  create function pg_temp.no_limit(partition_key text, context jsonb) returns numeric language sql as 'select null::numeric';
+  perform pg_temp.define('nl', '[{"type": "concurrency", "max": {"sql": "pg_temp.no_limit"}}]');
+  perform pg_temp.stage('nl', array['a']);
+  perform dispatch_tick('nl');
+  perform pg_temp.later(1799.9);
+  perform dispatch_tick('nl');
+  perform pg_temp.later(0.2);
+end;
+$$;
+select matches((pg_temp.hint('nl', 'waits_for_gate')).what_to_do, '^Its max is 0, or its limit function returns null: correct the function', 'a null of a limit function');
 
 -- A backlog that takes long.
 do $$

@@ -34,16 +34,27 @@ _SAID = {
 }
 
 
-def advice(explanation: Sequence[Mapping[str, Any]], gates: Sequence[Mapping[str, Any]]) -> str:
+def advice(
+    explanation: Sequence[Mapping[str, Any]],
+    gates: Sequence[Mapping[str, Any]],
+    *,
+    none_runs: bool = False,
+) -> str:
     """What to do about the reason that the first row gives; empty when there is nothing to say.
 
     Args:
         explanation: The rows of ``dispatch_explain``.
         gates: Those of the policy, with defaults filled in.
+        none_runs: No worker takes the jobs that hold the partition's slots.
     """
     if not explanation or not explanation[0]["reason"]:
         return ""
     reason = explanation[0]["reason"]
+    if reason == "concurrency_full" and none_runs:
+        return (
+            "Start workers for the queue of the jobs in flight: no worker takes them, and each "
+            "holds its slot until it has run. More slots would only fill with more of them."
+        )
     if reason not in _PARAMETERS:
         return _SAID.get(reason, "")
     name = next(

@@ -317,6 +317,11 @@ async def partition(request: Request) -> Response:
         caps, lags = await queries.adaptive_charts(reader, now, id)
         fairness = await queries.fairness(reader, now, found.policy, id)
         found_hints = await queries.hints(reader, policy=found.policy, partition_key=found.key)
+    queued = [
+        row
+        for row in in_flight[:20]
+        if row["state"] == "queued" and row["admitted_at"] < now - LINGERING
+    ]
     return site.page(
         request,
         "partition",
@@ -326,17 +331,17 @@ async def partition(request: Request) -> Response:
         policy=definition,
         next_id=next_id,
         explanation=explanation,
-        advice=advice(explanation, definition["gates"]),
+        advice=advice(
+            explanation,
+            definition["gates"],
+            none_runs=bool(queued) and len(queued) == len(in_flight[:20]),
+        ),
         gates=queries.gate_texts(definition["gates"]),
         waiting=waiting,
         after=after,
         first=not cursor,
         in_flight=in_flight[:20],
-        queued=[
-            row
-            for row in in_flight[:20]
-            if row["state"] == "queued" and row["admitted_at"] < now - LINGERING
-        ],
+        queued=queued,
         more_in_flight=len(in_flight) > 20,
         adaptive=adaptive,
         caps=caps,

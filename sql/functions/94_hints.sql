@@ -105,8 +105,8 @@ immutable
 parallel safe
 return case p_reason
   when 'throttle_empty' then 'The rate is too low for what comes in: raise rate or burst'
-  when 'rate_zero' then 'Its rate is 0: raise it'
-  when 'max_zero' then 'Its max is 0: raise it'
+  when 'rate_zero' then 'Its rate is 0, or its limit function returns null: correct the function or the context that it is read from, or raise rate'
+  when 'max_zero' then 'Its max is 0, or its limit function returns null: correct the function or the context that it is read from, or raise max'
   when 'concurrency_full' then format(
     'All its slots are taken: see what holds them (select * from dispatch_inflight where policy_name = %L order by admitted_at), or raise max',
     p_policy)

@@ -219,10 +219,11 @@ with limits as materialized (
   select
     case when problem.reason in ('concurrency_full', 'budget_exhausted') then 'warning' else 'info' end,
     'waits_for_gate', problem.policy_name, problem.partition_key,
-    format('%s had waiting jobs and none admitted for over %s: %s. The longest (%s, %s) for %s. These %s wait for the gate, %s; %s in flight.',
+    format('%s had waiting jobs and none admitted for over %s: %s. The longest (%s, %s) for %s. %s for the gate, %s; %s in flight.',
       dispatch_say_count(problem.partitions, 'partition') || case when problem.partitions = 1 then ' has' else ' have' end,
       dispatch_say_time(limits.wait_after), problem.reason, dispatch_say_name(problem.partition_key),
-      dispatch_say_count(problem.worst_jobs, 'job'), dispatch_say_time(limits.now - problem.since), dispatch_say_count(problem.jobs, 'job'),
+      dispatch_say_count(problem.worst_jobs, 'job'), dispatch_say_time(limits.now - problem.since),
+      case when problem.jobs = 1 then 'This job waits' else 'These ' || dispatch_say_count(problem.jobs, 'job') || ' wait' end,
       case when slots.policy_name is null then 'not for a worker' else 'and slots of this policy are held by jobs that no worker takes' end,
       dispatch_say_number(problem.in_flight) || case when problem.in_flight = 1 then ' is' else ' are' end),
     -- More slots would fill with jobs that no worker takes, too.

@@ -44,6 +44,19 @@ def test_a_full_cap_may_be_full_of_jobs_that_do_not_run():
     assert text.startswith("See whether the jobs in flight run. To let more of its jobs go, raise")
 
 
+@pytest.mark.parametrize("kind", ["concurrency", "adaptive_concurrency"])
+def test_no_limit_is_raised_for_slots_that_wait_for_a_worker(kind):
+    gates = [{"name": "c", "type": kind, "max": 2}]
+    text = advice(explained("concurrency_full", "c"), gates, none_runs=True)
+    assert text.startswith("Start workers")
+    assert "raise" not in text
+    assert "raise rate" in advice(
+        explained("throttle_empty", "t"),
+        [{"name": "t", "type": "throttle", "rate": 2}],
+        none_runs=True,
+    )
+
+
 def test_a_cap_that_adapts_is_not_raised_by_hand():
     gates = [{"name": "a", "type": "adaptive_concurrency", "initial_max": 3}]
     assert "More workers raise it" in advice(explained("concurrency_full", "a"), gates)
