@@ -75,7 +75,8 @@ def web(
         app, host=host, port=port, log_config=None, access_log=False, proxy_headers=False
     )
     server = uvicorn.Server(config)
-    with _stopped_by_signals(server.handle_exit):
+    # One that cannot listen has logged why, and ends with a status of its own.
+    with _stopped_by_signals(server.handle_exit), contextlib.suppress(SystemExit):
         asyncio.run(server.serve())
     if not server.started:
         raise typer.Exit(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -150,6 +151,15 @@ def test_the_command_serves_the_dashboard_until_it_is_stopped(dsn, conn):
         finally:
             process.terminate()
         assert process.wait(timeout=20) == 0
+
+
+def test_an_address_that_is_taken_is_said_and_ends_with_status_1(dsn):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "pydispatch", "--dsn", dsn, "web", "--port", port]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "address already in use" in ended.stderr
 
 
 def test_a_missing_extra_is_named():
