@@ -213,7 +213,7 @@ begin
 end;
 $$;
 select is((pg_temp.row(pg_temp.id('broken'))).reason, 'limit_error', 'a limit function that raises is the reason');
-select matches((pg_temp.row(pg_temp.id('broken'))).message, 'the table of limits is gone', 'with what it raised');
+select matches((pg_temp.row(pg_temp.id('broken'))).message, 'limit_error: the table of limits is gone\. Place 1 of', 'with what it raised, as a sentence');
 do $$ begin drop function broken_limit(text, jsonb); end; $$;
 select is((pg_temp.row(pg_temp.id('broken'))).reason, 'limit_error', 'so is one that does not exist any more');
 
