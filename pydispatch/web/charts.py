@@ -180,13 +180,14 @@ def draw(chart: Chart) -> Markup:
     return Markup("".join([*parts, "</svg>"]))
 
 
-def bar(used: float, of: float, label: str) -> Markup:
-    """A bar that shows a part of a whole; what is over the whole is marked.
+def bar(used: float, of: float, label: str, *, limit: bool = True) -> Markup:
+    """A bar that shows a part of a whole. Where that is a limit, reaching it is marked.
 
     The label says it in words.
     """
     share = min(used / of, 1.0) if of > 0 else (1.0 if used > 0 else 0.0)
     kind = "over" if used > of else "full" if used == of and of > 0 else "part"
+    kind = kind if limit else "part"
     return Markup(
         '<svg class="bar" role="img" aria-label="{}" viewBox="0 0 100 8" '
         'preserveAspectRatio="none"><rect class="whole" width="100" height="8"/>'

@@ -131,3 +131,7 @@ def test_a_bar_shows_the_part_and_marks_what_is_full(used, of, kind, width):
     assert found
     assert float(found[1]) == width
     assert "1 &#34;of&#34; 4" in drawn
+
+
+def test_a_share_that_is_no_limit_may_be_whole():
+    assert 'class="part" width="100.0"' in bar(4, 4, "all of them", limit=False)
