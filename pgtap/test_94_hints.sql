@@ -88,7 +88,7 @@ end;
 -- How numbers, times and names are said.
 select is(array[dispatch_say_count(0, 'job'), dispatch_say_count(1, 'job'), dispatch_say_count(1234567, 'job')], '{0 jobs,1 job,"1,234,567 jobs"}', 'counts');
 select is(
-  array(select dispatch_say_time(make_interval(secs => s)) from unnest(array[-5, 0.4, 119, 120, 7199, 7200, 172799, 172800]) as s),
+  array(select dispatch_say_span(make_interval(secs => s)) from unnest(array[-5, 0.4, 119, 120, 7199, 7200, 172799, 172800]) as s),
   '{0 s,0 s,119 s,2 min,119 min,2 h,47 h,2 days}', 'times');
 select is(dispatch_say_name(e'a\nb' || repeat('x', 100)), '"a b' || repeat('x', 57) || '..."', 'a long name on one line, cut');
 select is(

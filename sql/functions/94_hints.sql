@@ -1,4 +1,5 @@
--- What dispatch_hints needs to say things: numbers, times and names as people read them. All of it is arithmetic on text.
+-- What hints and explanations need to say things: numbers, times and names as people read them. All of it is arithmetic on
+-- text.
 
 create or replace function dispatch_say_number(p_number bigint)
 returns text
@@ -16,22 +17,30 @@ parallel safe
 return dispatch_say_number(p_count) || ' ' || p_what || case when p_count = 1 then '' else 's' end;
 comment on function dispatch_say_count(bigint, text) is 'A count of something: 1 job, 1,200 jobs.';
 
-create or replace function dispatch_say_time(p_interval interval)
+create or replace function dispatch_say_span(p_span interval)
 returns text
 language sql
 immutable
 parallel safe
 return (
   select case
-    when p_interval is null then null
+    when p_span is null then null
     when seconds < 120 then format('%s s', floor(seconds))
     when seconds < 7200 then format('%s min', floor(seconds / 60))
     when seconds < 172800 then format('%s h', floor(seconds / 3600))
     else format('%s days', floor(seconds / 86400))
   end
-  from (select greatest(extract(epoch from p_interval), 0) as seconds) as span
+  from (select greatest(extract(epoch from p_span), 0) as seconds) as span
 );
-comment on function dispatch_say_time(interval) is 'A span of time in its largest fitting unit: 90 s, 45 min, 30 h, 9 days; null for null.';
+comment on function dispatch_say_span(interval) is 'A span of time in its largest fitting unit: 90 s, 45 min, 30 h, 9 days; null for null.';
+
+create or replace function dispatch_say_time(p_time timestamptz)
+returns text
+language sql
+stable
+parallel safe
+return to_char(p_time, 'YYYY-MM-DD HH24:MI:SSOF');
+comment on function dispatch_say_time(timestamptz) is 'A time in a message, in the session''s time zone.';
 
 create or replace function dispatch_say_name(p_name text)
 returns text

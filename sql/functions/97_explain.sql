@@ -317,14 +317,6 @@ end;
 $$;
 comment on function dispatch_admission_rate(dispatch_policies, dispatch_partitions, timestamptz) is 'Jobs a second that a partition was admitted lately, from decayed_admits; null where that is less than a job, or the partition is younger than a half_life.';
 
-create or replace function dispatch_say_time(p_time timestamptz)
-returns text
-language sql
-stable
-parallel safe
-return to_char(p_time, 'YYYY-MM-DD HH24:MI:SSOF');
-comment on function dispatch_say_time(timestamptz) is 'A time in a message, in the session''s time zone.';
-
 create or replace function dispatch_explain_gate(
   p_policy dispatch_policies, p_gate jsonb, p_claim dispatch_claim, p_place integer, p_rate double precision, p_now timestamptz
 )

@@ -142,10 +142,10 @@ with limits as materialized (
     'critical' as level, 'no_tick' as hint, policies.policy_name, problem.partition_key,
     case when problem.partitions > 0 then format('%s been due for over %s and no tick looks, the longest (%s) for %s; %s never checked.',
         dispatch_say_count(problem.partitions, 'partition') || case when problem.partitions = 1 then ' has' else ' have' end,
-        dispatch_say_time(limits.due_after), dispatch_say_name(problem.partition_key), dispatch_say_time(limits.now - problem.since),
+        dispatch_say_span(limits.due_after), dispatch_say_name(problem.partition_key), dispatch_say_span(limits.now - problem.since),
         dispatch_say_number(problem.never_checked) || case when problem.never_checked = 1 then ' was' else ' were' end)
-      else format('Staged jobs have not been looked at for %s.', dispatch_say_time(limits.now - note.since))
-    end || coalesce(' The last tick of this policy was ' || dispatch_say_time(limits.now - ticks.last_at) || ' ago.',
+      else format('Staged jobs have not been looked at for %s.', dispatch_say_span(limits.now - note.since))
+    end || coalesce(' The last tick of this policy was ' || dispatch_say_span(limits.now - ticks.last_at) || ' ago.',
       ' No tick of this policy is known.') as message,
     case
       when exists (select from ticks as others where others.last_at > limits.now - limits.due_after) then
@@ -169,9 +169,9 @@ with limits as materialized (
     'warning', 'tick_behind', problem.policy_name, problem.partition_key,
     format('%s due for over %s though ticks run: they come round too slowly. The longest (%s%s) is due for %s; %s never checked. The ticks of the last 5 min looked at %s.',
       dispatch_say_count(problem.partitions, 'partition') || case when problem.partitions = 1 then ' is' else ' are' end,
-      dispatch_say_time(limits.due_after), dispatch_say_name(problem.partition_key),
+      dispatch_say_span(limits.due_after), dispatch_say_name(problem.partition_key),
       case when problem.shard <> 'default' then ', shard ' || dispatch_say_name(problem.shard) else '' end,
-      dispatch_say_time(limits.now - problem.since),
+      dispatch_say_span(limits.now - problem.since),
       dispatch_say_number(problem.never_checked) || case when problem.never_checked = 1 then ' was' else ' were' end,
       dispatch_say_count(ticks.seen, 'partition')),
     case
@@ -195,7 +195,7 @@ with limits as materialized (
     format('%s wait in %s whose context has no number at %s, which a gate needs and for which it has no default; nothing of them is admitted. The longest (%s): for %s.',
       dispatch_say_count(problem.jobs, 'job'), dispatch_say_count(problem.partitions, 'partition'),
       (select string_agg(dispatch_say_name(path), ', ') from unnest(dispatch_missing_paths(policies.needed, problem.context)) as path),
-      dispatch_say_name(problem.partition_key), dispatch_say_time(limits.now - problem.since)),
+      dispatch_say_name(problem.partition_key), dispatch_say_span(limits.now - problem.since)),
     format('Stage jobs with a context that has it; the newest one counts for all that wait. Or give the gate a default, as in {"ctx": "%s", "default": 1} (select dispatch_define_policy(%L, ...)). See "Context" in docs/policies.md.',
       (dispatch_missing_paths(policies.needed, problem.context))[1], problem.policy_name),
     problem.since
@@ -208,7 +208,7 @@ with limits as materialized (
     'warning', 'limit_error', problem.policy_name, problem.partition_key,
     format('%s wait in %s whose limit function fails; nothing of them is admitted. The longest (%s): for %s. %s',
       dispatch_say_count(problem.jobs, 'job'), dispatch_say_count(problem.partitions, 'partition'),
-      dispatch_say_name(problem.partition_key), dispatch_say_time(limits.now - problem.since), problem.blocked_reason),
+      dispatch_say_name(problem.partition_key), dispatch_say_span(limits.now - problem.since), problem.blocked_reason),
     'Mend the function, or define the policy without it. It is asked again within 10 s; at once after '
       || dispatch_say_call('dispatch_resume', 'resume', problem.policy_name, problem.partition_key) || '.',
     problem.since
@@ -221,8 +221,8 @@ with limits as materialized (
     'waits_for_gate', problem.policy_name, problem.partition_key,
     format('%s had waiting jobs and none admitted for over %s: %s. The longest (%s, %s) for %s. %s for the gate, %s; %s in flight.',
       dispatch_say_count(problem.partitions, 'partition') || case when problem.partitions = 1 then ' has' else ' have' end,
-      dispatch_say_time(limits.wait_after), problem.reason, dispatch_say_name(problem.partition_key),
-      dispatch_say_count(problem.worst_jobs, 'job'), dispatch_say_time(limits.now - problem.since),
+      dispatch_say_span(limits.wait_after), problem.reason, dispatch_say_name(problem.partition_key),
+      dispatch_say_count(problem.worst_jobs, 'job'), dispatch_say_span(limits.now - problem.since),
       case when problem.jobs = 1 then 'This job waits' else 'These ' || dispatch_say_count(problem.jobs, 'job') || ' wait' end,
       case when slots.policy_name is null then 'not for a worker' else 'and slots of this policy are held by jobs that no worker takes' end,
       dispatch_say_number(problem.in_flight) || case when problem.in_flight = 1 then ' is' else ' are' end),
@@ -242,7 +242,7 @@ with limits as materialized (
     format('%s admitted and no worker has taken %s, the longest (job %s, queue %s) for %s; %s. These wait for a worker, not for a gate. %s alive.',
       dispatch_say_count(slots.queued, 'job') || case when slots.queued = 1 then ' is' else ' are' end,
       case when slots.queued = 1 then 'it' else 'them' end,
-      oldest.job_id, dispatch_say_name(oldest.queue_name), dispatch_say_time(limits.now - slots.oldest_queued_at),
+      oldest.job_id, dispatch_say_name(oldest.queue_name), dispatch_say_span(limits.now - slots.oldest_queued_at),
       dispatch_say_number(slots.running) || case when slots.running = 1 then ' runs' else ' run' end,
       case workers.alive when 0 then 'No worker is' when 1 then '1 worker is' else workers.alive || ' workers are' end),
     case
@@ -262,7 +262,7 @@ with limits as materialized (
     'warning', 'slow_backlog', backlogs.policy_name, null,
     format('%s wait and %s admitted in the last 5 min: at this pace the backlog is gone in %s.%s',
       dispatch_say_count(backlogs.jobs, 'job'), dispatch_say_count(ticks.jobs, 'job') || case when ticks.jobs = 1 then ' was' else ' were' end,
-      dispatch_say_time(backlogs.jobs * interval '5 minutes' / ticks.jobs),
+      dispatch_say_span(backlogs.jobs * interval '5 minutes' / ticks.jobs),
       coalesce(' ' || dispatch_say_count(backlogs.reason_jobs, 'job') || ' of it wait in partitions that ' || backlogs.reason || ' holds back.', '')),
     case
       when backlogs.reason_jobs > backlogs.jobs / 2 then dispatch_say_remedy(backlogs.reason, backlogs.policy_name, null)
@@ -326,7 +326,7 @@ with limits as materialized (
     'warning', 'dead_jobs', dead.policy_name, newest.partition_key,
     format('%s could not be handed off and %s set aside, the last one (%s, %s) %s ago: %s',
       dispatch_say_count(dead.jobs, 'job'), case when dead.jobs = 1 then 'is' else 'are' end, newest.id, newest.task_name,
-      dispatch_say_time(limits.now - newest.died_at), left(newest.error, 200)),
+      dispatch_say_span(limits.now - newest.died_at), left(newest.error, 200)),
     format('Mend the cause, then select dispatch_requeue_dead(%s); or: pydispatch dead requeue %s; or throw it away with dispatch_discard_dead; or: pydispatch dead discard. All of them: pydispatch dead list --policy %s',
       newest.id, newest.id, dispatch_say_word(dead.policy_name)),
     dead.since
@@ -344,7 +344,7 @@ with limits as materialized (
     'warning', 'stalled_jobs', stalled.policy_name, null,
     format('%s on workers that gave no sign for %s, as job %s, silent for %s.',
       dispatch_say_count(stalled.jobs, 'job') || case when stalled.jobs = 1 then ' runs' else ' run' end,
-      dispatch_say_time(limits.stale_after), stalled.job_id, dispatch_say_time(limits.now - stalled.since)),
+      dispatch_say_span(limits.stale_after), stalled.job_id, dispatch_say_span(limits.now - stalled.since)),
     case when policies.stalled = 'retry' then
       'A sweep retries them: select dispatch_sweep(); or: pydispatch sweep. A driver does so each 30 s.'
     else
@@ -364,7 +364,7 @@ with limits as materialized (
   select
     case when problem.jobs > 0 and policies.paused_at < limits.now - limits.pause_after then 'warning' else 'info' end,
     'paused', policies.policy_name, null,
-    format('The policy has been paused for %s; %s.', dispatch_say_time(limits.now - policies.paused_at),
+    format('The policy has been paused for %s; %s.', dispatch_say_span(limits.now - policies.paused_at),
       dispatch_say_count(coalesce(problem.jobs, 0), 'job') || case when problem.jobs = 1 then ' waits' else ' wait' end),
     'To go on: ' || dispatch_say_call('dispatch_resume', 'resume', policies.policy_name) || '.',
     policies.paused_at
@@ -379,7 +379,7 @@ with limits as materialized (
     format('%s paused, %s; %s in paused partitions.',
       dispatch_say_count(pauses.partitions, 'partition') || case when pauses.partitions = 1 then ' is' else ' are' end,
       case when pauses.partitions = 1 then '' else 'the longest ' end
-        || dispatch_say_name(pauses.partition_key) || ' for ' || dispatch_say_time(limits.now - pauses.since),
+        || dispatch_say_name(pauses.partition_key) || ' for ' || dispatch_say_span(limits.now - pauses.since),
       dispatch_say_count(coalesce(problem.jobs, 0), 'job') || case when problem.jobs = 1 then ' waits' else ' wait' end),
     'To go on: ' || dispatch_say_call('dispatch_resume', 'resume', policies.policy_name, pauses.partition_key) || '.'
       || case when pauses.partitions > 1 then ' All of them: select partition_key from dispatch_pauses where policy_name = '
@@ -408,7 +408,7 @@ with limits as materialized (
   union all
   select
     'warning', 'no_sweep', null, null,
-    coalesce('The last sweep was ' || dispatch_say_time(limits.now - swept.at) || ' ago.', 'No sweep is known.')
+    coalesce('The last sweep was ' || dispatch_say_span(limits.now - swept.at) || ' ago.', 'No sweep is known.')
       || ' Without one, the slots of lost workers are not given back, and nothing old is removed.',
     'Run a driver, which sweeps (pydispatch run), or have cron call dispatch_sweep() each minute. Now, by hand: select * from dispatch_sweep(); or: pydispatch sweep. See "What runs" in docs/operations.md.',
     coalesce(swept.at, first_policy.created_at)
