@@ -1,6 +1,6 @@
 -- Pages: what they show, what they refuse. Walks and hostile cursors are in tests/properties/test_pages.py.
 begin;
-select plan(27);
+select plan(28);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 set local timezone = 'UTC';
@@ -96,6 +96,27 @@ select results_eq(
   $$values (null::timestamptz, 'l', 'q'), (null, null, null), ('2025-01-01 00:00:00+00', null, null)$$,
   'eligible_at is null for a job that may go at once');
 select is_empty($$select from dispatch_waiting_page('wait', 'nobody')$$, 'an unknown partition has no waiting jobs');
+
+do $$
+begin
+  perform dispatch_stage('wait', 'from a long time ago', '{"k": "any time"}', p_scheduled_at => '4713-01-01 00:00:00+00 BC');
+  perform dispatch_stage('wait', 'BC', '{"k": "any time"}', p_scheduled_at => '0001-12-31 23:59:59.999999+00 BC');
+  perform dispatch_stage('wait', 'far', '{"k": "any time"}', p_scheduled_at => '294276-12-31 23:59:59.999999+00');
+  perform dispatch_stage('wait', 'never', '{"k": "any time"}');
+  update dispatch_staged_jobs set eligible_at = 'infinity' where task_name = 'never';
+end;
+$$;
+select results_eq(
+  $$
+    with recursive walk as (
+      select 1 as page, first.* from dispatch_waiting_page('wait', 'any time', 1) as first
+      union all
+      select page + 1, next.* from walk cross join lateral dispatch_waiting_page('wait', 'any time', 1, walk.cursor) as next where page < 9
+    )
+    select task_name from walk order by page
+  $$,
+  $$values ('from a long time ago'), ('BC'), ('far'), ('never')$$,
+  'a page begins after the one before at whatever time its last job may go');
 
 select finish();
 rollback;

@@ -38,8 +38,32 @@ returns jsonb
 language sql
 immutable
 parallel safe
-return to_jsonb(to_jsonb(p_time at time zone 'UTC') #>> '{}' || '+00:00');
+return case
+  when isfinite(p_time) then to_jsonb(regexp_replace(to_jsonb(p_time at time zone 'UTC') #>> '{}', '( BC)?$', '+00:00\1'))
+  else to_jsonb(p_time::text)
+end;
 comment on function dispatch_cursor_time(timestamptz) is 'A time in a cursor, to the microsecond and the same in every time zone.';
+
+create or replace function dispatch_cursor_moment(p_value jsonb)
+returns timestamptz
+language plpgsql
+stable
+strict
+as $$
+begin
+  if jsonb_typeof(p_value) = 'null' then
+    return '-infinity';
+  end if;
+  if jsonb_typeof(p_value) = 'string' and p_value #>> '{}' ~ '^[0-9]{4,6}-[0-9]{2}-[0-9]{2}T[0-9:.]+[+]00:00 BC$' then
+    return (p_value #>> '{}')::timestamptz;
+  end if;
+  return case when jsonb_typeof(p_value) = 'string' then dispatch_parse_time(p_value #>> '{}') end;
+exception
+  when data_exception then
+    return null;
+end;
+$$;
+comment on function dispatch_cursor_moment(jsonb) is 'A finite time of a cursor; never (null) is -infinity; null for anything else.';
 
 create or replace function dispatch_cursor_number(p_value jsonb, p_lowest bigint, p_highest bigint)
 returns bigint
@@ -84,10 +108,7 @@ begin
         and left(p.partition_key, 200) = key
     ), key);
   elsif p_sort in ('stale', 'recent') then
-    moment := case jsonb_typeof(v_value)
-      when 'null' then '-infinity'
-      when 'string' then dispatch_parse_time(v_value #>> '{}')
-    end;
+    moment := dispatch_cursor_moment(v_value);
   end if;
   id := case when coalesce(number::text, moment::text, key) is not null then v_id end;
 end;
@@ -293,10 +314,7 @@ begin
     return null;
   end if;
   v_after.priority := dispatch_cursor_number(v_value -> 0, -2147483648, 2147483647);
-  v_after.eligible_at := case jsonb_typeof(v_value -> 1)
-    when 'null' then '-infinity'
-    when 'string' then dispatch_parse_time(v_value ->> 1)
-  end;
+  v_after.eligible_at := case when v_value ->> 1 = 'infinity' then 'infinity' else dispatch_cursor_moment(v_value -> 1) end;
   v_after.place := dispatch_cursor_number(v_value -> 2, 1, 1000000000000000);
   v_after.id := dispatch_cursor_number(v_cursor -> 1, -9223372036854775808, 9223372036854775807);
   if v_after.priority is null or v_after.eligible_at is null or v_after.place is null or v_after.id is null then
