@@ -52,6 +52,14 @@ begin atomic
 end;
 comment on function dispatch_aimd_params(jsonb, text) is 'The knobs of an adaptive gate among resolved parameters, each brought into its range: a value looked up at tick time may be anything.';
 
+create or replace function dispatch_adapts(p_gates jsonb)
+returns boolean
+language sql
+immutable
+parallel safe
+return p_gates @? '$[*].type ? (@ == "adaptive_concurrency")';
+comment on function dispatch_adapts(jsonb) is 'Is there a gate among these that learns from how jobs go?';
+
 create or replace function dispatch_adaptive_cap(p_current_max integer, p_in_flight integer, p_initial_max integer, p_floor_max integer, p_top_max integer)
 returns integer
 language sql
@@ -127,7 +135,7 @@ declare
   v_stats dispatch_adaptive_stats;
   v_step record;
 begin
-  if not v_policy.gates @? '$[*].type ? (@ == "adaptive_concurrency")' then
+  if not dispatch_adapts(v_policy.gates) then
     return;
   end if;
 

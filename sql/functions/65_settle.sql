@@ -40,7 +40,7 @@ set enable_mergejoin = off
 set jit = off
 as $$
 declare
-  v_observed constant boolean := p_policy.gates @? '$[*].type ? (@ == "adaptive_concurrency")';
+  v_observed constant boolean := dispatch_adapts(p_policy.gates);
 begin
   with handed as materialized (
     select s.ctid as place, s.id, o.job_id, s.job_id is not null as was_parked, s.partition_id, s.staged_at, s.policy_name,
@@ -98,7 +98,7 @@ set search_path from current
 as $$
 declare
   v_buckets constant text[] := array(select gate ->> 'name' from jsonb_array_elements(p_policy.gates) as gate where gate ->> 'type' = 'throttle');
-  v_adaptive constant boolean := p_policy.gates @? '$[*].type ? (@ == "adaptive_concurrency")';
+  v_adaptive constant boolean := dispatch_adapts(p_policy.gates);
   v_claim dispatch_claim;
   v_jobs integer;
   v_room boolean;

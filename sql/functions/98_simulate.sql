@@ -835,7 +835,7 @@ begin
 
   v_play := dispatch_play(v_scratch, v_jobs, v_ids, v_start, v_last_at + p_horizon, p_tick_every,
     case
-      when v_scratch.gates @? '$[*].type ? (@ == "adaptive_concurrency")'
+      when dispatch_adapts(v_scratch.gates)
         then (extract(epoch from coalesce(p_lag, v_usual.lag, '0 s')) * 1000)::double precision
     end, p_max_ticks);
 
