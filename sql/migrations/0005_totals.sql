@@ -2,7 +2,9 @@
 -- same transaction. So a total is what is added plus the samples not yet counted, at any moment and whoever is still busy:
 -- a tick that commits late is simply counted late.
 
-alter table dispatch_tick_samples add column counted boolean not null default false;
+-- Counting begins here: a day of samples from before would keep the first scrapes busy.
+alter table dispatch_tick_samples add column counted boolean not null default true;
+alter table dispatch_tick_samples alter column counted set default false;
 comment on column dispatch_tick_samples.counted is 'Has a sweep added it to dispatch_tick_totals? Only then may it be removed.';
 create index dispatch_tick_samples_uncounted_idx on dispatch_tick_samples (id) where not counted;
 
