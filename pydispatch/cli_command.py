@@ -17,11 +17,14 @@ from pydispatch import errors
 from pydispatch.cli_output import print_error, print_json, print_rows
 from pydispatch.cli_session import Session
 
-__all__ = ["app", "command", "query", "show"]
+__all__ = ["BIGINT", "JobId", "app", "command", "query", "show"]
 
 Function = TypeVar("Function", bound=Callable[..., None])
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+
+BIGINT = 2**63 - 1
+JobId = Annotated[int, typer.Argument(metavar="ID", max=BIGINT, help="What defer returned.")]
 
 _WHERE = "Where to work"
 

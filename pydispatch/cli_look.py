@@ -15,7 +15,7 @@ from rich.console import Group
 from rich.text import Text
 
 from pydispatch import errors
-from pydispatch.cli_command import command, query, show
+from pydispatch.cli_command import JobId, command, query, show
 from pydispatch.cli_live import watch
 from pydispatch.cli_output import cut_table, print_json, print_line, print_rows, screen, shown
 from pydispatch.cli_session import Session
@@ -23,7 +23,6 @@ from pydispatch.cli_session import Session
 __all__ = ["explain", "hints", "metrics", "partitions", "status", "top"]
 
 _PANEL = "Looking"
-_BIGINT = 2**63 - 1
 _MOST = 1000  # rows of a page at most
 
 _PolicyOption = Annotated[str | None, typer.Option(help="This policy only. Default: all.")]
@@ -292,7 +291,7 @@ def partitions(
 @command(panel=_PANEL)
 def explain(
     session: Session,
-    job_id: Annotated[int, typer.Argument(metavar="ID", max=_BIGINT, help="What defer returned.")],
+    job_id: JobId,
 ) -> None:
     """Say why a job does not run: what it waits for, since when and until about when."""
     rows = query(session, "select * from dispatch_explain(%(id)s)", id=job_id)
@@ -362,15 +361,11 @@ def metrics(session: Session) -> None:
     Where the database does not answer they say so, and the status is 1.
     """
     try:
-        from prometheus_client import generate_latest
-
         from pydispatch.metrics import Collector
     except ModuleNotFoundError as error:
-        message = (
-            'metrics need the extra "web" (prometheus-client is not installed): '
-            "pip install 'dispatch-policy[web]'"
-        )
-        raise errors.DispatchError(message, sqlstate="") from error
+        raise errors.DispatchError(str(error), sqlstate="") from error
+    from prometheus_client import generate_latest
+
     families = list(Collector(session.connect).collect())
     samples = [sample for family in families for sample in family.samples]
     if session.json:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from pydispatch import errors
-from pydispatch.cli_command import app, command, query, show
+from pydispatch.cli_command import BIGINT, JobId, app, command, query, show
 from pydispatch.cli_output import print_json, print_line
 from pydispatch.cli_session import Session
 
@@ -20,10 +20,8 @@ _Key = Annotated[str, typer.Argument(metavar="KEY", help="A partition.")]
 _OptionalKey = Annotated[
     str | None, typer.Argument(metavar="KEY", help="A partition. Default: the whole policy.")
 ]
-_BIGINT = 2**63 - 1
-_Id = Annotated[int, typer.Argument(metavar="ID", max=_BIGINT, help="What defer returned.")]
 _Ids = Annotated[
-    list[int], typer.Argument(metavar="ID...", max=_BIGINT, help="What defer returned.")
+    list[int], typer.Argument(metavar="ID...", max=BIGINT, help="What defer returned.")
 ]
 
 dead = typer.Typer(no_args_is_help=True)
@@ -91,13 +89,13 @@ def drain(
 
 
 @command(panel=_PANEL)
-def job(session: Session, job_id: _Id) -> None:
+def job(session: Session, job_id: JobId) -> None:
     """Show where a job is."""
     show(session, query(session, "select * from dispatch_job(%(id)s)", id=job_id), empty="")
 
 
 @command(panel=_PANEL)
-def cancel(session: Session, job_id: _Id) -> None:
+def cancel(session: Session, job_id: JobId) -> None:
     """Cancel a job that is staged."""
     (row,) = query(session, "select dispatch_cancel(%(id)s) as cancelled", id=job_id)
     if not row["cancelled"]:
@@ -111,7 +109,7 @@ def cancel(session: Session, job_id: _Id) -> None:
 def dead_list(
     session: Session,
     policy: Annotated[str | None, typer.Option(help="Of this policy only.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=_BIGINT, help="How many at most.")] = 100,
+    limit: Annotated[int, typer.Option(min=1, max=BIGINT, help="How many at most.")] = 100,
 ) -> None:
     """Show them with their errors, the oldest first."""
     rows = query(

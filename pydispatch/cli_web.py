@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pydispatch.cli_command import command
-from pydispatch.cli_output import print_error
 from pydispatch.cli_session import Session
 from pydispatch.errors import DispatchError
 
@@ -53,8 +52,7 @@ def web(
             if error.name == "uvicorn"
             else str(error)
         )
-        print_error(DispatchError(message, sqlstate=""), as_json=session.json)
-        raise typer.Exit(1) from None
+        raise DispatchError(message, sqlstate="") from error
     if allow_actions and not is_loopback(host):
         raise typer.BadParameter(
             f"{host} can be reached from elsewhere; actions are for a loopback address such as "

@@ -35,7 +35,8 @@ except ModuleNotFoundError as error:
     if error.name != "prometheus_client":
         raise
     raise ModuleNotFoundError(
-        'pydispatch.metrics needs prometheus-client: pip install "dispatch-policy[web]"',
+        'metrics need the extra "web" (prometheus_client is not installed): '
+        "pip install 'dispatch-policy[web]'",
         name=error.name,
     ) from None
 

@@ -357,6 +357,7 @@ class TestMetrics:
         assert "Traceback" not in result.output
 
     def test_without_the_extra_names_it(self, cli: Cli, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.delitem(sys.modules, "pydispatch.metrics", raising=False)
         monkeypatch.setitem(sys.modules, "prometheus_client", None)
         result = cli("metrics", code=1)
         assert "pip install 'dispatch-policy[web]'" in result.stderr

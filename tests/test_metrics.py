@@ -360,7 +360,7 @@ async def test_it_starts_and_stops_where_a_server_asks_for_that(dsn: str) -> Non
 def test_without_the_extra_the_error_names_it() -> None:
     code = "import sys; sys.modules['prometheus_client'] = None; import pydispatch.metrics"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert 'pip install "dispatch-policy[web]"' in done.stderr.splitlines()[-1]
+    assert "pip install 'dispatch-policy[web]'" in done.stderr.splitlines()[-1]
 
 
 def test_the_code_of_the_page_runs() -> None:
