@@ -1,6 +1,6 @@
 -- procrastinate: what it is given, what it refuses, and jobs that come back for a retry.
 begin;
-select plan(85);
+select plan(86);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 
@@ -538,6 +538,23 @@ select results_eq(
 select results_eq(
   $$ select current_max, ewma_lag_ms, sample_count from dispatch_adaptive_stats $$,
   $$ values (2, 562.5::double precision, 2::bigint) $$, 'the gate has learned from the two tries and from nothing else');
+
+-- A parked row is nobody's to run, but a hand may do so.
+do $$
+begin
+  perform dispatch_define_policy('by_hand', '{}');
+  perform pg_temp.stage('by_hand', 'run by hand');
+  perform dispatch_tick('by_hand');
+  perform pg_temp.start('run by hand');
+  perform procrastinate_retry_job_v2((pg_temp.job('run by hand')).id, null, null, null, null);
+  perform pg_temp.start('run by hand');
+  perform procrastinate_finish_job_v1((pg_temp.job('run by hand')).id, 'succeeded', false);
+  perform dispatch_fold('by_hand', dispatch_now());
+end;
+$$;
+select results_eq(
+  $$ select p.pending_count, p.in_flight_count, s.id from dispatch_partitions as p left join dispatch_staged_jobs as s on s.partition_id = p.id where p.policy_name = 'by_hand' $$,
+  $$ values (0::bigint, 0, null::bigint) $$, 'a parked retry that somebody ran by hand waits no longer once it has ended');
 
 select * from finish();
 rollback;

@@ -571,6 +571,9 @@ begin
       insert into dispatch_inbox (policy_name, partition_id, kind, jobs, succeeded, lag_ms)
       values (v_slot.policy_name, v_slot.partition_id, 'finished', -1, case when v_lag_ms is not null then v_succeeded end, v_lag_ms);
       perform pg_notify(dispatch_channel(), v_slot.policy_name);
+    elsif old.scheduled_at = dispatch_parked_until() then
+      -- Somebody ran it by hand while the policy held it.
+      perform dispatch_free_slot(old.id, null);
     end if;
   elsif old.status = 'todo' then
     perform dispatch_free_slot(old.id, null);
