@@ -396,6 +396,9 @@ begin
       v_row.estimated_at := p_now + make_interval(secs => least((p_place - v_passed.allowed) / p_rate, 3155760000));
     end if;
   end if;
+  if v_row.reason = 'behind_others' then
+    v_row.message := v_row.message || format(' It lets %s pass now, and %s go first.', v_passed.allowed, p_place - 1);
+  end if;
   return v_row;
 end;
 $$;
@@ -762,7 +765,7 @@ stable
 set search_path from current
 as $$
 declare
-  v_stale_since constant timestamptz := p_now - make_interval(secs => dispatch_setting('inflight_stale_after')::double precision);
+  v_stale_since constant timestamptz := p_now - dispatch_setting_span('inflight_stale_after');
   v_facts record;
   v_holder bigint;
   v_workers bigint;
