@@ -28,6 +28,8 @@ _SAID = {
     "queueing_lock_held": "Nothing: it goes when the job that holds its queueing lock has started.",
     "scheduled": "Nothing: it was deferred for later. Force-admit and drain keep to the schedule.",
     "retry": "Nothing: it failed, and its retry strategy makes it wait.",
+    "queued": "If it waits for long, start workers for this queue: those alive are busy, or serve "
+    "others.",
     "no_worker": "Start a worker of procrastinate for this queue.",
     "worker_lost": "A sweep frees its slot; the driver sweeps twice a minute. Whether the job runs "
     'again says the policy\'s "stalled".',
@@ -57,17 +59,25 @@ def advice(
         )
     if reason not in _PARAMETERS:
         return _SAID.get(reason, "")
-    name = next(
+    held = next(
         (
-            row["gate_name"]
+            row
             for row in explanation[1:]
             if row["item"] == "gate" and row["blocks"] and row["reason"] == reason
         ),
         None,
     )
+    if held is None:
+        return ""
+    name = held["gate_name"]
     gate = next((each for each in gates if each["name"] == name), None)
     if gate is None:
         return ""
+    if reason in ("rate_zero", "max_zero"):
+        (parameter,) = _PARAMETERS[reason]
+        source = gate.get(parameter)
+        if isinstance(source, Mapping) and held["numbers"].get(parameter) is None:
+            return _supply(name, parameter, source)
     more = (
         " For a few jobs now, force-admit them past the gates."
         if reason in ("throttle_empty", "concurrency_full")
@@ -84,6 +94,20 @@ def advice(
     return (
         f"{first}To let more of its jobs go, {' or '.join(filter(None, raised))} (gate {name}). "
         f"The next tick goes by it.{more}"
+    )
+
+
+def _supply(name: str, parameter: str, source: Mapping[str, Any]) -> str:
+    """How a parameter gets a value that had none."""
+    if "sql" in source:
+        return (
+            f"The function {source['sql']} returns null as {parameter} (gate {name}): let it "
+            f"return a number for this partition, or give {parameter} a default in the policy."
+        )
+    return (
+        f"The context of the newest staged job has no number at {source['ctx']}, which is "
+        f"{parameter} (gate {name}): stage a job whose context has it, or give {parameter} a "
+        "default in the policy."
     )
 
 

@@ -317,11 +317,7 @@ async def partition(request: Request) -> Response:
         caps, lags = await queries.adaptive_charts(reader, now, id)
         fairness = await queries.fairness(reader, now, found.policy, id)
         found_hints = await queries.hints(reader, policy=found.policy, partition_key=found.key)
-    queued = [
-        row
-        for row in in_flight[:20]
-        if row["state"] == "queued" and row["admitted_at"] < now - LINGERING
-    ]
+    queued = _lingering(in_flight[:20], now)
     return site.page(
         request,
         "partition",
@@ -353,6 +349,15 @@ async def partition(request: Request) -> Response:
         if site.show_payloads and found.status
         else None,
     )
+
+
+def _lingering(in_flight: list[Row], now: datetime) -> list[Row]:
+    """Those that were admitted a while ago and no worker has taken."""
+    return [
+        row
+        for row in in_flight
+        if row["state"] == "queued" and row["admitted_at"] < now - LINGERING
+    ]
 
 
 async def _first_waiting(reader: Reader, policy: str, key: str) -> int | None:
@@ -389,6 +394,11 @@ async def job(request: Request) -> Response:
                 policy=found["policy_name"],
                 key=found["partition_key"],
             )
+        in_flight = (
+            await queries.in_flight(reader, partition_id, limit=20)
+            if found["state"] == "staged" and partition_id is not None
+            else []
+        )
     return site.page(
         request,
         "job",
@@ -401,7 +411,11 @@ async def job(request: Request) -> Response:
         stalled=stalled,
         payload=payload,
         lifecycle=_lifecycle(found, dead),
-        advice=advice(explanation, followed["gates"] if followed else []),
+        advice=advice(
+            explanation,
+            followed["gates"] if followed else [],
+            none_runs=bool(in_flight) and len(_lingering(in_flight, now)) == len(in_flight),
+        ),
     )
 
 

@@ -44,6 +44,21 @@ def test_a_full_cap_may_be_full_of_jobs_that_do_not_run():
     assert text.startswith("See whether the jobs in flight run. To let more of its jobs go, raise")
 
 
+@pytest.mark.parametrize(
+    ("source", "rate", "said"),
+    [
+        ({"ctx": "plan.rate", "default": None}, None, "has no number at plan.rate, which is rate"),
+        ({"sql": "limits", "default": None}, None, "The function limits returns null as rate"),
+        ({"ctx": "plan.rate", "default": None}, 0, "raise rate, which is plan.rate"),
+        (0, 0, "raise rate, which the policy's definition sets to 0"),
+    ],
+)
+def test_a_limit_that_is_missing_is_not_raised(source, rate, said):
+    rows = explained("rate_zero", "t")
+    rows[-1]["numbers"] = {"rate": rate}
+    assert said in advice(rows, [{"name": "t", "type": "throttle", "rate": source}])
+
+
 @pytest.mark.parametrize("kind", ["concurrency", "adaptive_concurrency"])
 def test_no_limit_is_raised_for_slots_that_wait_for_a_worker(kind):
     gates = [{"name": "c", "type": kind, "max": 2}]
@@ -68,6 +83,7 @@ def test_a_cap_that_adapts_is_not_raised_by_hand():
         ("paused", "Resume"),
         ("no_tick", "pydispatch run"),
         ("no_worker", "worker"),
+        ("queued", "workers"),
         ("limit_error", "Look anew"),
         ("not_its_turn", "partition_batch_size"),
         ("behind_others", ""),
