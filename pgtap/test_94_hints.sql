@@ -441,7 +441,7 @@ end;
 $$;
 select is(pg_temp.hints('hf'), '{warning dead_jobs a}', 'one in a hundred is not over hint_failure_percent; dead_jobs: but the job is dead');
 select matches((pg_temp.hint('hf', 'dead_jobs')).message, '^1 job could not be handed off and is set aside, the last one \([0-9]+, t\) 0 s ago: .*SQLSTATE', 'with its error');
-select matches((pg_temp.hint('hf', 'dead_jobs')).what_to_do, 'select dispatch_requeue_dead\(([0-9]+)\); or: pydispatch dead requeue \1;', 'and what to do with it');
+select matches((pg_temp.hint('hf', 'dead_jobs')).what_to_do, 'select dispatch_requeue_dead\(([0-9]+)\); or: pydispatch dead requeue \1\. Or throw it away: select dispatch_discard_dead\(\1\); or: pydispatch dead discard \1\. ', 'and what to do with it');
 do $$
 begin
   perform pg_temp.stage('hf', array['a', 'a'], '{"queue_name": "bad"}');

@@ -7,13 +7,13 @@ create or replace view dispatch_hints as
 with limits as materialized (
   select
     dispatch_now() as now,
-    make_interval(secs => dispatch_setting('hint_due_after')::double precision) as due_after,
-    make_interval(secs => dispatch_setting('hint_wait_after')::double precision) as wait_after,
-    make_interval(secs => dispatch_setting('hint_drain_after')::double precision) as drain_after,
-    make_interval(secs => dispatch_setting('hint_queued_after')::double precision) as queued_after,
-    make_interval(secs => dispatch_setting('hint_sweep_after')::double precision) as sweep_after,
-    make_interval(secs => dispatch_setting('hint_pause_after')::double precision) as pause_after,
-    make_interval(secs => dispatch_setting('inflight_stale_after')::double precision) as stale_after,
+    dispatch_setting_span('hint_due_after') as due_after,
+    dispatch_setting_span('hint_wait_after') as wait_after,
+    dispatch_setting_span('hint_drain_after') as drain_after,
+    dispatch_setting_span('hint_queued_after') as queued_after,
+    dispatch_setting_span('hint_sweep_after') as sweep_after,
+    dispatch_setting_span('hint_pause_after') as pause_after,
+    dispatch_setting_span('inflight_stale_after') as stale_after,
     dispatch_setting('hint_failure_percent') as failure_percent,
     dispatch_setting('hint_growth_percent') as growth_percent,
     dispatch_setting('hint_tick_ms')::double precision as tick_ms
@@ -327,8 +327,8 @@ with limits as materialized (
     format('%s could not be handed off and %s set aside, the last one (%s, %s) %s ago: %s',
       dispatch_say_count(dead.jobs, 'job'), case when dead.jobs = 1 then 'is' else 'are' end, newest.id, newest.task_name,
       dispatch_say_span(limits.now - newest.died_at), left(newest.error, 200)),
-    format('Mend the cause, then select dispatch_requeue_dead(%s); or: pydispatch dead requeue %s; or throw it away with dispatch_discard_dead; or: pydispatch dead discard. All of them: pydispatch dead list --policy %s',
-      newest.id, newest.id, dispatch_say_word(dead.policy_name)),
+    format('Mend the cause, then select dispatch_requeue_dead(%s); or: pydispatch dead requeue %s. Or throw it away: select dispatch_discard_dead(%s); or: pydispatch dead discard %s. All of them: pydispatch dead list --policy %s',
+      newest.id, newest.id, newest.id, newest.id, dispatch_say_word(dead.policy_name)),
     dead.since
   from dead
   cross join limits
