@@ -50,6 +50,13 @@ end;
 $$;
 comment on function dispatch_setting(text) is 'The value of a setting in force. Raises PD009 for an unknown name.';
 
+create or replace function dispatch_setting_span(p_name text)
+returns interval
+language sql
+stable
+return make_interval(secs => dispatch_setting(p_name)::double precision);
+comment on function dispatch_setting_span(text) is 'A setting that is a number of seconds, as a span of time.';
+
 create or replace function dispatch_set(p_name text, p_value numeric)
 returns void
 language plpgsql

@@ -81,7 +81,7 @@ begin
     array(select o.error from unnest(p_outcomes) as o where o.error is not null order by o.id),
     p_now);
   update dispatch_staged_jobs as s
-  set eligible_at = p_now + make_interval(secs => dispatch_setting('queueing_lock_backoff')::double precision)
+  set eligible_at = p_now + dispatch_setting_span('queueing_lock_backoff')
   where s.id = any (array(select o.id from unnest(p_outcomes) as o where o.job_id is null and o.error is null));
 end;
 $$;

@@ -315,7 +315,7 @@ stable
 set search_path from current
 as $$
 declare
-  v_since constant timestamptz := p_now - make_interval(secs => dispatch_setting('inflight_stale_after')::double precision);
+  v_since constant timestamptz := p_now - dispatch_setting_span('inflight_stale_after');
 begin
   return (select count(*) from procrastinate_workers where last_heartbeat >= v_since);
 end;

@@ -23,7 +23,7 @@ language plpgsql
 set search_path from current
 as $$
 declare
-  v_since constant timestamptz := p_now - make_interval(secs => dispatch_setting('inflight_stale_after')::double precision);
+  v_since constant timestamptz := p_now - dispatch_setting_span('inflight_stale_after');
 begin
   perform dispatch_note_orphans(p_now, p_limit);
   return (
@@ -140,7 +140,7 @@ set enable_mergejoin = off
 set jit = off
 as $$
 declare
-  v_inactive_since constant timestamptz := p_now - make_interval(secs => dispatch_setting('partition_inactive_after')::double precision);
+  v_inactive_since constant timestamptz := p_now - dispatch_setting_span('partition_inactive_after');
   v_from uuid;
   v_page uuid[];
   v_suspects uuid[];
@@ -230,7 +230,7 @@ language plpgsql
 set search_path from current
 as $$
 declare
-  v_metrics_since constant timestamptz := p_now - make_interval(secs => dispatch_setting('metrics_retention')::double precision);
+  v_metrics_since constant timestamptz := p_now - dispatch_setting_span('metrics_retention');
 begin
   delete from dispatch_tick_samples
   where id in (
@@ -255,7 +255,7 @@ begin
 
   delete from dispatch_admissions
   where staged_id in (
-    select dispatch_ended_admissions(p_now - make_interval(secs => dispatch_setting('admission_retention')::double precision), p_limit)
+    select dispatch_ended_admissions(p_now - dispatch_setting_span('admission_retention'), p_limit)
   );
   get diagnostics admissions = row_count;
 
@@ -263,7 +263,7 @@ begin
   where id in (
     select id
     from dispatch_audit_log
-    where at < p_now - make_interval(secs => dispatch_setting('audit_retention')::double precision)
+    where at < p_now - dispatch_setting_span('audit_retention')
     limit p_limit
     for update skip locked
   );

@@ -67,7 +67,7 @@ begin
   select count(*) into v_count from counted;
 
   delete from dispatch_tick_totals as t
-  where t.updated_at < p_now - make_interval(secs => dispatch_setting('metrics_retention')::double precision)
+  where t.updated_at < p_now - dispatch_setting_span('metrics_retention')
     and not exists (select from dispatch_policies as policy where policy.policy_name = t.policy_name);
   return v_count;
 end;
