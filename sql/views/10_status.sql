@@ -154,7 +154,7 @@ select
   stalled.last_sign_at,
   slot.job_id is not null as holds_slot,
   slot.partition_key
-from dispatch_stalled(dispatch_now(), dispatch_now() - make_interval(secs => dispatch_setting('inflight_stale_after')::double precision)) as stalled
+from dispatch_stalled(dispatch_now(), dispatch_now() - dispatch_setting_span('inflight_stale_after')) as stalled
 left join dispatch_inflight_jobs as slot on slot.job_id = stalled.job_id;
 comment on view dispatch_stalled_jobs is 'Running jobs whose worker gave no sign for inflight_stale_after. The sweep takes their slots; those of policies with "stalled": "retry" it retries.';
 comment on column dispatch_stalled_jobs.job_id is 'procrastinate''s job id.';
@@ -217,7 +217,7 @@ select
   avg(lag_ms) as lag_ms
 from dispatch_policy_samples
 group by policy_name, date_trunc('minute', at);
-comment on view dispatch_policy_history is 'Per policy and minute, the highest of what the sweep saw (metrics_retention): what charts of pending jobs, waits and slots are drawn from.';
+comment on view dispatch_policy_history is 'Per policy and minute, the highest of what the sweep saw (metrics_retention): for charts of pending jobs, waits and slots.';
 comment on column dispatch_policy_history.policy_name is 'The policy.';
 comment on column dispatch_policy_history.minute is 'The minute.';
 comment on column dispatch_policy_history.partitions is 'Partitions known.';
