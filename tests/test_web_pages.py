@@ -459,6 +459,24 @@ async def test_a_database_that_is_down_is_said_and_comes_back(own_server):
         assert "Overview" in (await browser.get("/")).text
 
 
+async def test_a_partition_tells_of_its_dead_jobs(dsn, scene):
+    scene.execute(
+        """
+        insert into dispatch_dead_jobs (id, partition_id, staged_at, died_at, priority, attempts,
+          policy_name, partition_key, task_name, queue_name, args, context, error)
+        select 100000 + n, gen_random_uuid(), now(), now() + make_interval(secs => n), 0, 0,
+          'calls', case when n < 3 then 'acme' else 'other' end, 't', 'q', '{}', '{}', 'bad'
+        from generate_series(1, 3) as n
+        """
+    )
+    async with browsing(dsn) as browser:
+        page = await browser.get(f"/partitions/{partition_id(scene, 'calls', 'acme')}")
+        later = await browser.get(f"/partitions/{partition_id(scene, 'calls', 'later')}")
+    assert "2 of its jobs could not be handed off and are set aside" in page.id("state").text
+    assert f"{PREFIX}/jobs/100002" in page.id("state").links()
+    assert "handed off" not in later.id("state").text
+
+
 async def test_payloads_are_shown_only_when_that_was_asked_for(dsn, scene):
     scene.execute('update dispatch_partitions set context = \'{"note": "TOP-SECRET"}\'')
     staged = one(scene, "select min(id) from dispatch_staged_jobs")

@@ -317,6 +317,7 @@ async def partition(request: Request) -> Response:
         caps, lags = await queries.adaptive_charts(reader, now, id)
         fairness = await queries.fairness(reader, now, found.policy, id)
         found_hints = await queries.hints(reader, policy=found.policy, partition_key=found.key)
+        dead = await queries.dead_of_partition(reader, found.policy, found.key)
     queued = _lingering(in_flight[:20], now)
     return site.page(
         request,
@@ -338,6 +339,7 @@ async def partition(request: Request) -> Response:
         first=not cursor,
         in_flight=in_flight[:20],
         queued=queued,
+        dead=dead,
         more_in_flight=len(in_flight) > 20,
         adaptive=adaptive,
         caps=caps,

@@ -603,6 +603,26 @@ async def payload(reader: Reader, id: int) -> Row | None:
     )
 
 
+async def dead_of_partition(reader: Reader, policy: str, key: str) -> Row | None:
+    """How many of the last 1,000 dead jobs of a policy are this partition's, and the latest."""
+    return await reader.row(
+        """
+        select count(*) as jobs, (array_agg(id order by died_at desc, id desc))[1] as newest_id
+        from (
+          select id, died_at, partition_key
+          from dispatch_dead_jobs
+          where policy_name = %(policy)s
+          order by died_at desc
+          limit 1000
+        ) as newest
+        where partition_key = %(key)s
+        having count(*) > 0
+        """,
+        policy=policy,
+        key=key,
+    )
+
+
 async def dead_page(
     reader: Reader,
     *,

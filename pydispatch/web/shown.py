@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta, timezone
 from decimal import Decimal
 from typing import Any
@@ -221,7 +222,8 @@ def ago(value: datetime | None, now: datetime, form: str = "{} ago") -> Markup:
     if abs(away) < 1 and form == "{} ago":
         text = "now"
     elif away >= 0:
-        text = form.format(_one_unit(away))
+        # Rounded down, as the database does in its messages, which stand beside.
+        text = form.format(_one_unit(away, math.floor))
     else:
         text = f"in {_one_unit(-away)}"
     exact = value.isoformat(sep=" ", timespec="milliseconds").replace("+00:00", " UTC")
@@ -230,13 +232,13 @@ def ago(value: datetime | None, now: datetime, form: str = "{} ago") -> Markup:
     )
 
 
-def _one_unit(length: float) -> str:
+def _one_unit(length: float, whole: Callable[[float], int] = round) -> str:
     if length < 1:
         return "less than 1 s"
     for name, size, until in (("s", 1, 120), ("min", 60, 7200), ("h", 3600, 172_800)):
         if length < until:
-            return f"{length / size:.0f} {name}"
-    return f"{length / 86400:,.0f} d"
+            return f"{whole(length / size)} {name}"
+    return f"{whole(length / 86400):,} d"
 
 
 def numbers(values: Mapping[str, Any] | None) -> list[tuple[str, str]]:
@@ -245,6 +247,8 @@ def numbers(values: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     for name, value in (values or {}).items():
         if value is None or isinstance(value, (dict, list)):
             continue
+        if isinstance(value, bool):
+            value = "yes" if value else "no"
         if isinstance(value, str):
             value = _MOMENT.sub(r"\1 \2 UTC", value)
         shown.append((words(name), number(value)))

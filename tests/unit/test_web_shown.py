@@ -90,6 +90,7 @@ def test_a_time_is_relative_with_the_exact_one_beside_it(away, text):
 
 def test_a_time_that_is_past_may_be_put_as_a_span():
     assert ">for 2 min</time>" in shown.ago(NOW - timedelta(seconds=130), NOW, form="for {}")
+    assert ">for 2 min</time>" in shown.ago(NOW - timedelta(seconds=179), NOW, form="for {}")
     assert ">for less than 1 s</time>" in shown.ago(NOW, NOW, form="for {}")
     assert ">in 5 s</time>" in shown.ago(NOW + timedelta(seconds=5), NOW, form="for {}")
 
@@ -102,10 +103,17 @@ def test_times_without_end():
 
 
 def test_numbers_of_a_gate_leave_out_what_is_no_number_to_read():
-    numbers = {"next_token_at": "2026-01-02T12:00:00.5+00:00", "rate": 2.5, "a": None, "b": {}}
+    numbers = {
+        "next_token_at": "2026-01-02T12:00:00.5+00:00",
+        "rate": 2.5,
+        "a": None,
+        "b": {},
+        "c": True,
+    }
     assert shown.numbers(numbers) == [
         ("next token at", "2026-01-02 12:00:00 UTC"),
         ("rate", "2.5"),
+        ("c", "yes"),
     ]
 
 
