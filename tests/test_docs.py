@@ -243,10 +243,7 @@ def test_the_quick_start_in_python_works(
 
     run_shell(commands, shell)
     with psycopg.connect(server.dsn(empty_database), autocommit=True) as conn:
-        wait_for(lambda: conn.execute("select from dispatch_policies").fetchone() is not None, 30)
-        run_shell(
-            f"{sys.executable} -c '{'from app import *'}\n{defer}'".replace("\n", "\n"), shell
-        )
+        run_shell(f"{sys.executable} -c '{defer}'", shell)
 
         def succeeded() -> int:
             query = "select count(*) from procrastinate_jobs where status = 'succeeded'"
