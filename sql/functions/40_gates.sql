@@ -22,6 +22,15 @@ return case
 end;
 comment on function dispatch_to_number(jsonb) is 'A number, or the text of one, as found in a context; null for anything else.';
 
+create or replace function dispatch_limit(p_parameter jsonb, out path text[], out fallback numeric)
+language sql
+immutable
+parallel safe
+begin atomic
+  select string_to_array(p_parameter ->> 'ctx', '.'), dispatch_to_number(case when p_parameter ? 'ctx' then p_parameter -> 'default' else p_parameter end);
+end;
+comment on function dispatch_limit(jsonb) is 'Where a gate''s parameter is in a partition''s context (null: nowhere), and its value otherwise.';
+
 create or replace function dispatch_ask_limit(p_function text, p_default jsonb, p_partition_key text, p_context jsonb)
 returns numeric
 language plpgsql

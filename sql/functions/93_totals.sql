@@ -73,12 +73,3 @@ begin
 end;
 $$;
 comment on function dispatch_count_ticks(timestamptz, integer) is 'Adds tick samples to the totals, each once, and forgets the totals of policies that are gone for metrics_retention.';
-
-create or replace function dispatch_limit(p_parameter jsonb, out path text[], out fallback numeric)
-language sql
-immutable
-parallel safe
-begin atomic
-  select string_to_array(p_parameter ->> 'ctx', '.'), dispatch_to_number(case when p_parameter ? 'ctx' then p_parameter -> 'default' else p_parameter end);
-end;
-comment on function dispatch_limit(jsonb) is 'Where a gate''s parameter is in a partition''s context (null: nowhere), and its value otherwise.';
