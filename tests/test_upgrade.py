@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
+from procrastinate.schema import SchemaManager
 from psycopg import sql
 
 from pydispatch.embedded import EmbeddedPostgres
@@ -46,6 +47,19 @@ def old(
     with psycopg.connect(server.dsn(name), autocommit=True) as conn:
         migrate(conn, root=root, with_procrastinate=True)
         conn.execute(PARTITIONS)
+        yield conn
+    admin.execute(sql.SQL("drop database {} with (force)").format(sql.Identifier(name)))
+
+
+@pytest.fixture
+def empty_procrastinate(
+    server: EmbeddedPostgres, admin: psycopg.Connection
+) -> Iterator[psycopg.Connection]:
+    """A session in a database that has procrastinate's schema and nothing of ours."""
+    name = "first"
+    admin.execute(sql.SQL("create database {}").format(sql.Identifier(name)))
+    with psycopg.connect(server.dsn(name), autocommit=True) as conn:
+        conn.execute(SchemaManager.get_schema().encode())
         yield conn
     admin.execute(sql.SQL("drop database {} with (force)").format(sql.Identifier(name)))
 
@@ -99,6 +113,11 @@ def test_somebody_who_only_reads_puts_the_upgrade_off_and_nobody_has_to_wait_for
     old: psycopg.Connection, admin: psycopg.Connection
 ) -> None:
     tries = "select 1 from pg_stat_activity where datname = %s and wait_event = 'PgSleep'"
+    # Of its triggers, one at least will be dropped.
+    old.execute(
+        "create trigger dispatch_ended before update on procrastinate_jobs"
+        " for each row execute function suppress_redundant_updates_trigger()"
+    )
     with ThreadPoolExecutor() as threads, psycopg.connect(old.info.dsn) as report:
         report.execute("select from procrastinate_jobs")
         upgrade = threads.submit(migrate, old.info.dsn)
@@ -107,3 +126,11 @@ def test_somebody_who_only_reads_puts_the_upgrade_off_and_nobody_has_to_wait_for
         assert not upgrade.done()
         report.commit()
         assert "migrations/0004_history.sql" in upgrade.result(timeout=30)
+
+
+def test_who_only_reads_does_not_put_off_the_first_installation(
+    empty_procrastinate: psycopg.Connection,
+) -> None:
+    with psycopg.connect(empty_procrastinate.info.dsn) as report:
+        report.execute("select from procrastinate_jobs")
+        assert "migrations/0004_history.sql" in migrate(empty_procrastinate)

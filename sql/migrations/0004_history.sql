@@ -2,16 +2,22 @@
 -- Partitions that hold jobs are written once, since from now on each of them says since when: 100,000 take about a second.
 
 -- Ticks, workers and whoever ends a job take these tables in different orders, and this run alters all of them: so all at
--- once or none, lest it waits with one of them in hand for somebody who waits for it. procrastinate_jobs is taken whole, since
--- triggers of it will be dropped: whoever only reads it, a report in a long transaction, is waited for here as well.
+-- once or none, lest it waits with one of them in hand for somebody who waits for it. Where triggers of ours on
+-- procrastinate_jobs will be dropped, that is taken whole: whoever only reads it, a report in a long transaction, is waited
+-- for here as well.
 do $$
 declare
   v_until constant timestamptz := clock_timestamp() + interval '10 seconds';
   v_lock_timeout constant text := current_setting('lock_timeout');
+  v_mode constant text := case
+    when exists (select from pg_trigger where tgrelid = 'procrastinate_jobs'::regclass and tgname ~ 'dispatch_') then 'access exclusive'
+    else 'share row exclusive'
+  end;
 begin
   while clock_timestamp() < v_until loop
     begin
-      lock table procrastinate_jobs, dispatch_inbox, dispatch_partitions, dispatch_inflight_jobs, dispatch_admissions,
+      execute format('lock table procrastinate_jobs in %s mode nowait', v_mode);
+      lock table dispatch_inbox, dispatch_partitions, dispatch_inflight_jobs, dispatch_admissions, dispatch_adaptive_stats,
         dispatch_tick_samples in access exclusive mode nowait;
       return;
     exception
@@ -19,9 +25,11 @@ begin
         perform pg_sleep(0.002);
     end;
   end loop;
-  -- Then as they come, but not for long, for everybody else has to queue behind: rather fail and be run again.
-  perform set_config('lock_timeout', '1s', true);
-  lock table procrastinate_jobs, dispatch_inbox, dispatch_partitions, dispatch_inflight_jobs, dispatch_admissions,
+  -- Then as they come: an autovacuum gives way to a waiter after deadlock_timeout (1 s). But not for long, for everybody else
+  -- has to queue behind: rather fail and be run again.
+  perform set_config('lock_timeout', '3s', true) from pg_settings where name = 'lock_timeout' and setting::integer not between 1 and 3000;
+  execute format('lock table procrastinate_jobs in %s mode', v_mode);
+  lock table dispatch_inbox, dispatch_partitions, dispatch_inflight_jobs, dispatch_admissions, dispatch_adaptive_stats,
     dispatch_tick_samples in access exclusive mode;
   perform set_config('lock_timeout', v_lock_timeout, true);
 end;
