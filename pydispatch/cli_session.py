@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import os
 import re
@@ -18,6 +19,7 @@ import typer
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.types.datetime import TimestamptzLoader
 
+from pydispatch.connect import Source
 from pydispatch.dispatch import Dispatch
 
 __all__ = ["Session", "load_dispatch"]
@@ -78,12 +80,12 @@ class Session:
     def connect(self) -> Iterator[psycopg.Connection[Any]]:
         """Open a connection in autocommit."""
         conninfo = self.conninfo
-        options: dict[str, Any] = {"application_name": "pydispatch"}
-        if conninfo is None:
-            conninfo, more = _connection_of(self.needed_dispatch.app)
-            options.update(more)
-        options["autocommit"] = True
-        with psycopg.connect(conninfo, **options) as connection:
+        connector = self.needed_dispatch.app.connector if conninfo is None else None
+        try:
+            source = Source(conninfo, connector)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--dsn") from error
+        with psycopg.connect(**asyncio.run(source.options())) as connection:
             connection.adapters.register_loader("timestamptz", _TimestamptzLoader)
             yield connection
 
@@ -127,14 +129,3 @@ def load_dispatch(path: str) -> Dispatch:
         return Dispatch.of(found)
     except LookupError as error:
         raise typer.BadParameter(f"{path}: {error}", param_hint="--app") from error
-
-
-def _connection_of(app: procrastinate.App) -> tuple[str, dict[str, Any]]:
-    """The conninfo and the connection arguments of an application's connector."""
-    arguments = getattr(app.connector, "_pool_args", None)
-    if arguments is None or not isinstance(arguments.get("conninfo", ""), str):
-        raise typer.BadParameter(
-            f"cannot tell where the application's {type(app.connector).__name__} connects",
-            param_hint="--dsn",
-        )
-    return arguments.get("conninfo", ""), dict(arguments.get("kwargs") or {})
