@@ -1,6 +1,6 @@
 -- The inbox: notes become counters, contexts and due times, whatever the order and however many at a time.
 begin;
-select plan(50);
+select plan(53);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 
@@ -205,6 +205,22 @@ do $$ begin
   perform dispatch_tick('p');
 end $$;
 select is(pg_temp.state('door'), '0 waiting, 0 in flight, due never', 'a partition whose last jobs are cancelled comes to rest');
+
+-- The rules of a fold by themselves ---------------------------------------------------------------
+
+select results_eq(
+  $$select finished, lifted, pg_temp.seconds(dispatch_still_blocked(pg_temp.at(60), pg_temp.at(9), finished, lifted))
+    from unnest(array[false, true]) as finished cross join unnest(array[false, true]) as lifted order by 1, 2$$,
+  $$values (false, false, 60::numeric), (false, true, null), (true, false, 9), (true, true, null)$$,
+  'a finish leaves what waits for more than slots, and what is lifted leaves nothing');
+select is(dispatch_still_blocked(null, pg_temp.at(9), true, false), null, 'a finish blocks nothing that was not blocked');
+select results_eq(
+  $$select pg_temp.seconds(dispatch_due_with_notes(pg_temp.at(due), pg_temp.at(was), pg_temp.at(blocked), pg_temp.at(jobs), pg_temp.at(5)))
+    from (values
+      (60, 60, 60, 0), (60, 60, 60, null), (60, 60, 9, null), (60, 60, null, null), (null, null, null, 7), (null, 60, null, null), (3, null, null, 7)
+    ) as cases (due, was, blocked, jobs)$$,
+  $$values (60::numeric), (60), (9), (5), (7), (null), (3)$$,
+  'a partition is due when what was lifted lets it, or when the first new job may go, and never later than it was');
 
 select * from finish();
 rollback;
