@@ -57,7 +57,7 @@ def main(
     mpl.rcParams["svg.fonttype"] = "none"  # text stays text
     mpl.rcParams["svg.hashsalt"] = "pydispatch"  # the same numbers give the same file
     points = json.loads(source.read_text(encoding="utf-8"))["curve"]
-    draw(points).savefig(target, metadata={"Date": None})
+    draw(points).savefig(target, metadata={"Creator": None, "Date": None})
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Writes a run into the documentation: ``make bench-docs`` or ``python -m bench.publish FILE``.
 
 The tables go between their marks in docs/performance.md, the curve into its picture, which needs
-matplotlib (the extra ``bench``). What is said about the numbers is written
-by hand, and has to be read again after each run.
+matplotlib (the extra ``bench``). What is said about the numbers is written by hand, and has to be
+read again after each run.
 """
 
 from __future__ import annotations
