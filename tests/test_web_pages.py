@@ -143,6 +143,20 @@ async def test_a_partition_says_why_and_what_to_change(dsn, scene):
     assert not page.has("caps")
 
 
+async def test_a_partition_is_compared_with_the_others_that_are_due(dsn, scene):
+    path = f"/partitions/{partition_id(scene, 'calls', 'acme')}"
+    due = "update dispatch_partitions set due_at = now() - interval '90 s'"
+    due += " where policy_name = 'calls'"
+    scene.execute(f"{due} and partition_key = 'acme'")
+    async with browsing(dsn) as browser:
+        alone = await browser.get(path)
+        scene.execute(due)
+        beside = await browser.get(path)
+    assert "due for 90 s" in alone.id("state").text
+    assert "Beside it" not in alone.text
+    assert "1 other partition is due; 1 of them served less than this one" in beside.text
+
+
 async def test_a_partition_that_no_tick_has_seen_is_found(dsn, scene):
     scene.execute("""select dispatch_stage('calls', 'call', '{"tenant": "new"}')""")
     scene.execute("select dispatch_pause('calls', 'only paused')")

@@ -523,7 +523,7 @@ async def adaptive_charts(
 
 
 async def fairness(reader: Reader, moment: datetime, name: str, id: str) -> Row | None:
-    """How a partition was served lately beside those that it shares its ticks with."""
+    """How a partition was served lately beside the others that are due with it."""
     return await reader.row(
         """
         select
@@ -534,6 +534,7 @@ async def fairness(reader: Reader, moment: datetime, name: str, id: str) -> Row 
           select decayed_admits from dispatch_partition_status
           where policy_name = %(name)s
             and due_at <= %(now)s
+            and id <> %(id)s::uuid
           order by due_at
           limit 1000
         ) as p
