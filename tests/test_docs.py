@@ -269,6 +269,17 @@ def test_the_quick_start_with_psql_shows_what_it_says(
     try_session(blocks(text, "psql"), shell)
 
 
+def test_what_the_readme_asks_in_sql_can_be_asked(dsn: str) -> None:
+    text = section(page("README.md"), "## Seeing and steering")
+    queries = [each for each in re.findall(r"`(select [^`]+)`", text) if "..." not in each]
+    assert len(queries) >= 4
+    with psycopg.connect(dsn) as conn:
+        conn.execute("select dispatch_define_policy('p', '{}')")
+        (job,) = conn.execute("select dispatch_stage('p', 't')").fetchall()[0]
+        for query in queries:
+            conn.execute(query.replace("(42)", f"({job})").encode())
+
+
 def try_session(sessions: list[str], shell: dict[str, str]) -> None:
     """Type the statements of psql sessions, and compare what is shown where something is."""
     for step in re.split(r"^=> ", "".join(sessions), flags=re.MULTILINE)[1:]:
