@@ -60,7 +60,8 @@ def simulate(
     definition: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help='A definition in JSON, "-" for standard input. Default: in force.'
+            metavar="FILE",
+            help='A file with a definition in JSON, "-" for standard input. Default: in force.',
         ),
     ] = None,
     set_: Annotated[
@@ -73,7 +74,9 @@ def simulate(
     ] = None,
     load: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Simulate this load, not the jobs of the past."),
+        typer.Option(
+            metavar="FILE", help="Simulate the load in this file, not the jobs of the past."
+        ),
     ] = None,
     last: Annotated[
         str, typer.Option(metavar="TIME", help="How much of the past: 90s, 15m, 1h, 2d.")
