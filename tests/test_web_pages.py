@@ -459,13 +459,14 @@ async def test_a_database_without_pydispatch_says_so(server, admin):
 
 async def test_a_database_that_is_down_is_said_and_comes_back(own_server):
     async with browsing(own_server.dsn("dispatch")) as browser:
-        await browser.get("/")
+        assert "by the database's clock" in (await browser.get("/")).text
         own_server.terminate()
         response = await browser.raw("/")
         assert response.status_code == 503
         assert response.headers["retry-after"] == "5"
         page = parse(response.text)
         assert "cannot be reached" in page.id("problem").text
+        assert "by the web server's clock" in page.text
         assert page.all("main")[0].attributes["data-live"] == ""
         assert page.all("noscript")[0].all("meta")[0].attributes["http-equiv"] == "refresh"
         assert "password" not in response.text

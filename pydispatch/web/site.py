@@ -146,6 +146,7 @@ class Site:
                     "here": here(request),
                     "query": request.query_params.get("q", "") if template == "search" else "",
                     "now": moment,
+                    "from_database": now is not None,
                     "ago": functools.partial(shown.ago, now=moment),
                     **values,
                 }
