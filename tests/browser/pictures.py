@@ -142,7 +142,8 @@ def take(dsn: str, folder: Path) -> None:
                 color_scheme=scheme,
                 viewport={"width": WIDTH, "height": height},
             )
-            page.goto(path)
+            shown = page.goto(path)
+            assert shown is not None and shown.ok, f"no picture of an error at {path}"
             page.screenshot(path=folder / f"dashboard-{name}.png")
             page.close()
 
