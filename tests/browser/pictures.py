@@ -143,7 +143,8 @@ def take(dsn: str, folder: Path) -> None:
                 viewport={"width": WIDTH, "height": height},
             )
             shown = page.goto(path)
-            assert shown is not None and shown.ok, f"no picture of an error at {path}"
+            assert shown, path
+            assert shown.ok, f"no picture of an error at {path}"
             page.screenshot(path=folder / f"dashboard-{name}.png")
             page.close()
 
