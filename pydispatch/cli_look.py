@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from datetime import datetime
 from enum import Enum
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -160,7 +159,8 @@ def _look(session: Session, policy: str | None, lines: int) -> dict[str, Any]:
         policies = sorted(ask(_GLANCE), key=lambda row: -row["pending"])
         if policy is not None and not policies:
             raise errors.UnknownPolicy(f"unknown policy {policy!r}")
-        found = {"lines": lines, "policies": policies, "hints": ask(_HINTS)}
+        (now,) = ask("select to_char(dispatch_now(), 'HH24:MI:SS') as time")
+        found = {"lines": lines, "policies": policies, "hints": ask(_HINTS), **now}
         # What is left by the first line, the hints, the policies, and the heads of three tables.
         room = lines - 1 - len(_worst(found)) - (4 + len(_first(found))) - 2 * 4
         page = {"cursor": None, "search": None, "limit": max(room // 2, 1)}
@@ -202,7 +202,7 @@ def _page(found: dict[str, Any], width: int) -> Group:
     """Lay what was found out as a page."""
     policies = found.get("policies", [])
     sums = {name: sum(row[name] for row in policies) for name in ("pending", "in_flight", "dead")}
-    head = f"pydispatch {datetime.now():%H:%M:%S}   policies {len(policies)}"
+    head = f"pydispatch {found.get('time', '')}   policies {len(policies)}"
     for name, count in sums.items():
         head += f"   {name.replace('_', ' ')} {count}"
     parts: list[Any] = [Text(head, "bold", no_wrap=True, overflow="ellipsis")]

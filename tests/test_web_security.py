@@ -46,7 +46,7 @@ async def test_a_page_that_breaks_tells_nothing_and_carries_the_headers(dsn, con
     async def breaks(*_: object) -> None:
         raise RuntimeError("a secret")
 
-    monkeypatch.setattr(queries, "now", breaks)
+    monkeypatch.setattr(queries, "database_time", breaks)
     app = dashboard(dsn)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url=ORIGIN) as client:

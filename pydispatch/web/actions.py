@@ -317,7 +317,7 @@ async def confirm(request: Request) -> Response:
         raise HTTPException(403, "Actions are off here. " + HOW_ON)
     asked = {name: request.query_params.getlist(name) for name in request.query_params}
     async with site.database.read() as reader:
-        now = await queries.now(reader)
+        now = await queries.database_time(reader)
         subjects, _ = await _subjects(reader, action, asked)
         remains = None
         if subjects[0].target.job_id is None:

@@ -21,6 +21,7 @@ __all__ = ["Chart", "Series", "bar", "draw", "nice_ceiling", "ticks_of"]
 
 WIDTH, HEIGHT = 600, 204
 LEFT, RIGHT, TOP, BOTTOM = 44, 16, 26, 24
+EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +113,7 @@ def ticks_of(first: datetime, last: datetime, most: int = 6) -> list[datetime]:
         step = math.ceil(span / most / 86400) * 86400
     begin = math.ceil(first.timestamp() / step) * step
     return [
-        datetime.fromtimestamp(moment, timezone.utc)
+        EPOCH + timedelta(seconds=moment)
         for moment in range(int(begin), math.floor(last.timestamp()) + 1, int(step))
     ]
 
@@ -200,10 +201,7 @@ def span_of(now: datetime, span: timedelta, step: timedelta) -> list[datetime]:
     size = step.total_seconds()
     last = math.floor(now.timestamp() / size)
     count = round(span / step)
-    return [
-        datetime.fromtimestamp((last - place) * size, timezone.utc)
-        for place in range(count - 1, -1, -1)
-    ]
+    return [EPOCH + timedelta(seconds=(last - place) * size) for place in range(count - 1, -1, -1)]
 
 
 def _line(

@@ -40,7 +40,7 @@ async def overview(request: Request) -> Response:
     """What an operator sees first: what to do, then how much there is of everything."""
     site = site_of(request)
     async with site.database.read() as reader:
-        now = await queries.now(reader)
+        now = await queries.database_time(reader)
         rows = await queries.policies(reader)
         found = await queries.hints(reader, limit=queries.HINTS + 1)
         throughput = await queries.admissions_chart(reader, now)
@@ -100,7 +100,7 @@ async def hints(request: Request) -> Response:
     site = site_of(request)
     name = request.query_params.get("policy")
     async with site.database.read() as reader:
-        now = await queries.now(reader)
+        now = await queries.database_time(reader)
         if name is not None:
             await _known(reader, name)
         found = await queries.hints(reader, policy=name, limit=501)
@@ -115,7 +115,7 @@ async def search(request: Request) -> Response:
     urls = Urls(request)
     text = request.query_params.get("q", "")
     async with site.database.read() as reader:
-        now = await queries.now(reader)
+        now = await queries.database_time(reader)
         job = None
         if (id := queries.to_id(text)) is not None:
             job = await queries.job(reader, id)
@@ -177,7 +177,7 @@ async def policies(request: Request) -> Response:
     """All policies beside each other."""
     site = site_of(request)
     async with site.database.read() as reader:
-        now = await queries.now(reader)
+        now = await queries.database_time(reader)
         rows = await queries.policies(reader)
         capacity = await queries.capacity(reader)
     return site.page(
@@ -195,7 +195,7 @@ async def policy(request: Request) -> Response:
     site = site_of(request)
     name = request.query_params.get("name", "")
     async with site.database.read() as reader:
-        now = await queries.now(reader)
+        now = await queries.database_time(reader)
         definition = await _known(reader, name)
         status = (await queries.policies(reader, name))[0]
         found = await queries.hints(reader, policy=name, limit=queries.HINTS + 1)
@@ -252,7 +252,7 @@ async def partitions(request: Request) -> Response:
     if sort not in queries.SORTS:
         sort = "pending"
     async with site.database.read() as reader:
-        now = await queries.now(reader)
+        now = await queries.database_time(reader)
         if name is not None:
             await _known(reader, name)
         names, held = await queries.names(reader)
@@ -294,7 +294,7 @@ async def partition(request: Request) -> Response:
     id = str(request.path_params["id"])
     cursor = request.query_params.get("cursor")
     async with site.database.read() as reader:
-        now = await queries.now(reader)
+        now = await queries.database_time(reader)
         found = await queries.find_partition(reader, id)
         if found is None:
             raise HTTPException(
@@ -374,7 +374,7 @@ async def job(request: Request) -> Response:
     if id is None:
         raise HTTPException(404, "A job's id is a number.")
     async with site.database.read() as reader:
-        now = await queries.now(reader)
+        now = await queries.database_time(reader)
         found = await queries.job(reader, id)
         if found is None:
             raise HTTPException(
@@ -453,7 +453,7 @@ async def dead(request: Request) -> Response:
     name = request.query_params.get("policy") or None
     cursor = _cursor(request.query_params.get("cursor"))
     async with site.database.read() as reader:
-        now = await queries.now(reader)
+        now = await queries.database_time(reader)
         rows, after = await queries.dead_page(
             reader, policy=None if name is None else _clean(name), cursor=cursor
         )
@@ -491,7 +491,7 @@ async def audit(request: Request) -> Response:
     name = request.query_params.get("policy") or None
     before = queries.to_id(request.query_params.get("before", ""))
     async with site.database.read() as reader:
-        now = await queries.now(reader)
+        now = await queries.database_time(reader)
         rows, after = await queries.audit_page(
             reader,
             policy=None if name is None else _clean(name),

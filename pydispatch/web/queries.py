@@ -28,6 +28,7 @@ __all__ = [
     "admissions_chart",
     "audit_page",
     "capacity",
+    "database_time",
     "dead_job",
     "dead_page",
     "denials",
@@ -41,7 +42,6 @@ __all__ = [
     "in_flight",
     "job",
     "names",
-    "now",
     "partitions_page",
     "payload",
     "policies",
@@ -88,7 +88,7 @@ def to_id(text: str) -> int | None:
     return number if number <= BIGINT else None
 
 
-async def now(reader: Reader) -> datetime:
+async def database_time(reader: Reader) -> datetime:
     """The time by the database's clock."""
     moment: datetime = await reader.value("select dispatch_now()")
     return moment

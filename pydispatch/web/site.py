@@ -10,7 +10,7 @@ import functools
 import hashlib
 import importlib.metadata
 import json
-from datetime import datetime, timezone
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -125,10 +125,9 @@ class Site:
             request: What is answered.
             template: The template's file, without ``.html``.
             code: HTTP's status.
-            now: The time by the database's clock; without one, this machine's.
+            now: The time by the database's clock; without one, the page shows none.
             values: What the template names.
         """
-        moment = now or datetime.now(timezone.utc)
         theme = request.cookies.get(THEME_COOKIE, "auto")
         flash = _read_flash(request.cookies.get(FLASH_COOKIE))
         urls = Urls(request)
@@ -145,9 +144,8 @@ class Site:
                     "flash": flash,
                     "here": here(request),
                     "query": request.query_params.get("q", "") if template == "search" else "",
-                    "now": moment,
-                    "from_database": now is not None,
-                    "ago": functools.partial(shown.ago, now=moment),
+                    "now": now,
+                    "ago": functools.partial(shown.ago, now=now) if now else None,
                     **values,
                 }
             )
