@@ -71,12 +71,13 @@ def define(conn: psycopg.Connection[Any], policy: Policy = POLICY) -> None:
     conn.execute("select dispatch_map_task(%s, %s)", [TASK, policy.name])
 
 
-def stage(conn: psycopg.Connection[Any], jobs: Sequence[dict[str, Any]]) -> None:
-    """Stage jobs in SQL."""
+def stage(conn: psycopg.Connection[Any], jobs: Sequence[dict[str, Any]]) -> list[int]:
+    """Stage jobs in SQL, and return their ids."""
     rows = [{"task_name": TASK, "queue_name": "bench", "args": args} for args in jobs]
-    conn.execute(
-        "select count(*) from dispatch_stage_many(%s, %s)", [POLICY.name, json.dumps(rows)]
+    cursor = conn.execute(
+        "select * from dispatch_stage_many(%s, %s)", [POLICY.name, json.dumps(rows)]
     )
+    return [id for (id,) in cursor]
 
 
 def stage_all(conn: psycopg.Connection[Any], partitions: int, jobs: int) -> None:

@@ -21,6 +21,7 @@ AT_LEAST = {
     "driver_tick_1k": 0.7,
     "driver_tick_10k": 0.7,
     "stage_many": 2.0,
+    "batch_defer": 2.0,
     "enqueuers": 0.9,
     "worker": 0.95,
 }
