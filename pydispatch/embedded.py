@@ -122,6 +122,7 @@ class EmbeddedPostgres(Postgresql):  # type: ignore[misc]  # the library has no 
         durable: Force every commit to disk, as a real server does. Off by default: faster,
             and only a crash of the whole machine could tell.
         settings: Server settings, such as ``{"max_connections": "200"}``.
+        folder: Where its data goes, into a new folder of its own. Default: the temporary one.
 
     Raises:
         EmbeddedPostgresError: No binaries, or the server does not start; the message ends with
@@ -139,6 +140,7 @@ class EmbeddedPostgres(Postgresql):  # type: ignore[misc]  # the library has no 
         version: int | None = None,
         durable: bool = False,
         settings: Mapping[str, str] | None = None,
+        folder: str | Path | None = None,
     ) -> None:
         self._account = _server_account()
         self.bin_dir = _runnable(find_binaries(bin_dir, version), self._account)
@@ -152,7 +154,7 @@ class EmbeddedPostgres(Postgresql):  # type: ignore[misc]  # the library has no 
             self._server_settings |= {"fsync": "off", "full_page_writes": "off"}
         self._server_settings |= settings or {}
         super().__init__(
-            base_dir=_private_folder(),
+            base_dir=_private_folder(folder),
             initdb=str(self.bin_dir / "initdb"),
             postgres=str(self.bin_dir / "postgres"),
             port=5432,  # names the socket only
@@ -327,9 +329,9 @@ def _child_options(account: pwd.struct_passwd | None) -> dict[str, Any]:
     return options
 
 
-def _private_folder() -> str:
-    """Make a new folder under the temporary one, or under /tmp where its path is too long."""
-    folder = tempfile.mkdtemp(prefix="pydispatch-")
+def _private_folder(parent: str | Path | None) -> str:
+    """Make a new folder in this or the temporary one, or in /tmp where its path is too long."""
+    folder = tempfile.mkdtemp(prefix="pydispatch-", dir=parent)
     if len(os.fsencode(folder)) + len("/tmp/.s.PGSQL.5432") < _SOCKET_PATH_LIMIT:
         return folder
     Path(folder).rmdir()

@@ -17,7 +17,7 @@ T = TypeVar("T")
 PAUSE = 0.01  # seconds between two looks at a condition
 
 
-def wait_for(condition: Callable[[], T], timeout: float = 10.0) -> T:
+def wait_for(condition: Callable[[], T], timeout: float = 60.0) -> T:
     """Call ``condition`` until it returns something true, and return that.
 
     Fails the test after ``timeout`` seconds.
@@ -29,7 +29,7 @@ def wait_for(condition: Callable[[], T], timeout: float = 10.0) -> T:
     return value
 
 
-async def async_wait_for(condition: Callable[[], T | Awaitable[T]], timeout: float = 10.0) -> T:
+async def async_wait_for(condition: Callable[[], T | Awaitable[T]], timeout: float = 60.0) -> T:
     """Do the same as ``wait_for`` without blocking the event loop; may be given a coroutine."""
     deadline = time.monotonic() + timeout
     while True:

@@ -91,11 +91,13 @@ def test_one_that_turns_the_reading_direction_turns_nothing_beside_itself(hostil
 
 def test_each_can_be_acted_upon(site, new_page):
     page = new_page(site)
-    for key in HOSTILE.values():
+    worst = ("markup", "quotes", "long_emoji", "control", "empty", "dots", "query", "json")
+    keys = {name: HOSTILE[name] for name in worst}
+    for key in keys.values():
         site.scene.stage("calls", key, 1, context={"rate": 1})
     site.scene.tick()
     action = "/actions/pause?partition={}"
-    for name, key in HOSTILE.items():
+    for name, key in keys.items():
         page.goto(action.format(site.scene.partition("calls", key).rpartition("/")[2]))
         page.locator("form#confirm #do").click()
         expect(page.locator("#flash")).not_to_be_empty()
@@ -108,7 +110,7 @@ def test_each_can_be_acted_upon(site, new_page):
     page.goto("/audit")
     assert page.evaluate("window.ran") is None
     assert site.scene.one("select count(distinct partition_key) from dispatch_audit_log") == (
-        len(HOSTILE),
+        len(keys),
     )
 
 

@@ -58,7 +58,7 @@ async def running(*drivers: Driver) -> AsyncIterator[None]:
 async def test_a_throttle_of_two_and_a_half_a_second_is_used_up_and_never_exceeded(
     conn: psycopg.Connection, dsn: str
 ):
-    rate, seconds = 2.5, 8.0
+    rate, seconds = 2.5, 5.0
     gate = {"type": "throttle", "rate": rate, "per": 1}
     drivers = []
     for kind in KINDS:
@@ -90,7 +90,7 @@ async def test_a_partition_of_short_jobs_is_filled_again_as_soon_as_one_ends(
     kind, conn: psycopg.Connection, dsn: str
 ):
     """Cap 1, jobs of 20 ms and a backoff of an hour: each admission waits for a wake-up."""
-    jobs, seconds = 60, 0.02
+    jobs, seconds = 30, 0.02
     application = Application(dsn)
     conn.execute(LOG)
     define(conn, "work", **cap(1, full_backoff=HOUR))

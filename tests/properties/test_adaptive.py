@@ -93,7 +93,7 @@ def steps(db: Database, knobs: Knobs, stats: Stats, succeeded: bool, lag_ms: flo
     return Stats(row["current_max"], row["ewma_lag_ms"], stats.sample_count + 1)
 
 
-@tries(2000)
+@tries(1000)
 @given(knobs(), st.integers(1, 10**6), st.floats(0, 1e9), SEEN)
 def test_a_step_is_the_models(
     db: Database, knobs: Knobs, current_max: int, ewma: float, seen: tuple[bool, float]

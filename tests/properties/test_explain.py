@@ -62,7 +62,7 @@ def test_after_any_history_the_next_tick_admits_what_nothing_is_said_to_hold(db:
         def __init__(self) -> None:
             super().__init__(db)
 
-    run_state_machine_as_test(Here, settings=tries(20))
+    run_state_machine_as_test(Here, settings=tries(8))
 
 
 RATES = st.sampled_from([0.5, 1, 2.5, 7, 10, 60])
@@ -104,7 +104,7 @@ def simulate(db: Database) -> dict[int, datetime]:
     jobs=JOBS,
     batch=st.sampled_from([100, 1]),
 )
-@tries(60)
+@tries(40)
 def test_behind_throttles_a_job_goes_when_it_was_said(
     db: Database,
     throttles: list[dict[str, Any]],
@@ -241,7 +241,7 @@ class Steps:
 
 
 @given(policy=POLICIES, steps=STEPS)
-@tries(150)
+@tries(60)
 def test_budgets_locks_and_pauses_are_told_as_the_tick_takes_them(
     db: Database, policy: dict[str, Any], steps: list[tuple[Any, ...]]
 ) -> None:

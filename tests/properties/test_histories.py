@@ -666,7 +666,7 @@ def test_any_history_agrees_with_the_model(db: Database) -> None:
         def __init__(self) -> None:
             super().__init__(db)
 
-    run_state_machine_as_test(Here, settings=tries(30))
+    run_state_machine_as_test(Here, settings=tries(15))
 
 
 def test_a_partition_is_not_forgotten_before_its_notes_are_folded_in(db: Database) -> None:

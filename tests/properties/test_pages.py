@@ -101,7 +101,7 @@ def walk(db: Database, sort: str, limit: int, **options: Any) -> list[Any]:
     only_pending=st.booleans(),
     search=st.none() | KEYS | st.sampled_from(["b", "%", "_", "\\", "É"]),
 )
-@tries(60)
+@tries(40)
 def test_a_walk_shows_each_partition_once_in_the_order_of_a_full_sort(
     db: Database,
     rows: list[dict[str, Any]],
@@ -232,7 +232,7 @@ SOME = [
 
 @given(cursor=TEXTS | RAW | FORGED)
 @example(cursor="")
-@tries(150)
+@tries(40)
 def test_what_is_no_cursor_gives_the_first_page(db: Database, cursor: str) -> None:
     """Unless what was forged happens to be a whole cursor: then it gives some page."""
     with partitions(db, SOME):
@@ -298,7 +298,7 @@ def test_keys_of_ten_thousand_characters_are_walked(db: Database) -> None:
     ),
     limit=st.integers(1, 4),
 )
-@tries(60)
+@tries(40)
 def test_waiting_jobs_are_listed_in_the_order_in_which_they_are_admitted(
     db: Database, jobs: list[tuple[int, float | None]], limit: int
 ) -> None:
