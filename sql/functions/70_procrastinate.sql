@@ -203,6 +203,9 @@ create or replace function dispatch_slots_without_job(p_limit integer)
 returns setof bigint
 language plpgsql
 set search_path from current
+set enable_seqscan = off
+set enable_hashjoin = off
+set enable_mergejoin = off
 as $$
 begin
   return query
@@ -222,6 +225,9 @@ language plpgsql
 stable
 rows 20
 set search_path from current
+set enable_seqscan = off
+set enable_hashjoin = off
+set enable_mergejoin = off
 as $$
 begin
   return query
@@ -265,6 +271,7 @@ language plpgsql
 stable
 rows 20
 set search_path from current
+set enable_nestloop = off
 as $$
 begin
   return query
@@ -326,6 +333,9 @@ create or replace function dispatch_lock_stalled(p_now timestamptz, p_since time
 returns table (job_id bigint, what text)
 language plpgsql
 set search_path from current
+set enable_seqscan = off
+set enable_hashjoin = off
+set enable_mergejoin = off
 as $$
 begin
   return query
@@ -350,6 +360,9 @@ create or replace function dispatch_note_orphans(p_now timestamptz, p_limit inte
 returns void
 language plpgsql
 set search_path from current
+set enable_seqscan = off
+set enable_hashjoin = off
+set enable_mergejoin = off
 as $$
 begin
   update dispatch_inflight_jobs
@@ -373,6 +386,9 @@ create or replace function dispatch_retries_without_job(p_limit integer)
 returns setof bigint
 language plpgsql
 set search_path from current
+set enable_seqscan = off
+set enable_hashjoin = off
+set enable_mergejoin = off
 as $$
 begin
   return query
@@ -391,6 +407,9 @@ create or replace function dispatch_ended_admissions(p_before timestamptz, p_lim
 returns setof bigint
 language plpgsql
 set search_path from current
+set enable_seqscan = off
+set enable_hashjoin = off
+set enable_mergejoin = off
 as $$
 begin
   return query
