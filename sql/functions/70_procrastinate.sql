@@ -204,17 +204,18 @@ returns setof bigint
 language plpgsql
 set search_path from current
 set enable_seqscan = off
-set enable_hashjoin = off
-set enable_mergejoin = off
 as $$
 begin
   return query
     select slot.job_id
     from dispatch_inflight_jobs as slot
-    where not exists (select from procrastinate_jobs as job where job.id = slot.job_id and job.status in ('todo', 'doing'))
+    left join lateral (
+      select j.status from procrastinate_jobs as j where j.id = slot.job_id limit 1
+    ) as job on true
+    where coalesce(job.status not in ('todo', 'doing'), true)
     order by slot.job_id
     limit p_limit
-    for update skip locked;
+    for update of slot skip locked;
 end;
 $$;
 comment on function dispatch_slots_without_job(integer) is 'Slots, locked, whose job is neither queued nor running: procrastinate''s triggers were off, or the row went without them.';
@@ -226,8 +227,6 @@ stable
 rows 20
 set search_path from current
 set enable_seqscan = off
-set enable_hashjoin = off
-set enable_mergejoin = off
 as $$
 begin
   return query
@@ -236,7 +235,9 @@ begin
     join lateral (
       select a.policy_name from dispatch_admissions as a where a.job_id = job.id limit 1
     ) as admission on true
-    left join procrastinate_workers as worker on worker.id = job.worker_id
+    left join lateral (
+      select w.id, w.last_heartbeat from procrastinate_workers as w where w.id = job.worker_id limit 1
+    ) as worker on true
     left join lateral (
       select s.job_id, s.orphaned_at from dispatch_inflight_jobs as s where s.job_id = job.id limit 1
     ) as slot on true
@@ -333,9 +334,6 @@ create or replace function dispatch_lock_stalled(p_now timestamptz, p_since time
 returns table (job_id bigint, what text)
 language plpgsql
 set search_path from current
-set enable_seqscan = off
-set enable_hashjoin = off
-set enable_mergejoin = off
 as $$
 begin
   return query
@@ -361,23 +359,23 @@ returns void
 language plpgsql
 set search_path from current
 set enable_seqscan = off
-set enable_hashjoin = off
-set enable_mergejoin = off
 as $$
 begin
   update dispatch_inflight_jobs
   set orphaned_at = p_now
-  where job_id in (
+  where job_id = any (array(
     select slot.job_id
     from dispatch_inflight_jobs as slot
-    join procrastinate_jobs as job on job.id = slot.job_id
+    cross join lateral (
+      select j.status, j.worker_id from procrastinate_jobs as j where j.id = slot.job_id limit 1
+    ) as job
     where job.status = 'doing'
       and job.worker_id is null
       and slot.orphaned_at is null
     order by slot.job_id
     limit p_limit
     for update of slot skip locked
-  );
+  ));
 end;
 $$;
 comment on function dispatch_note_orphans(timestamptz, integer) is 'procrastinate forgets a lost worker, and with it the heartbeat: notes when that was first seen.';
@@ -387,18 +385,19 @@ returns setof bigint
 language plpgsql
 set search_path from current
 set enable_seqscan = off
-set enable_hashjoin = off
-set enable_mergejoin = off
 as $$
 begin
   return query
     select s.id
     from dispatch_staged_jobs as s
+    left join lateral (
+      select j.status from procrastinate_jobs as j where j.id = s.job_id limit 1
+    ) as job on true
     where s.job_id is not null
-      and not exists (select from procrastinate_jobs as job where job.id = s.job_id and job.status = 'todo')
+      and job.status is distinct from 'todo'
     order by s.job_id
     limit p_limit
-    for update skip locked;
+    for update of s skip locked;
 end;
 $$;
 comment on function dispatch_retries_without_job(integer) is 'Staged retries, locked, whose parked row is gone.';
@@ -408,17 +407,18 @@ returns setof bigint
 language plpgsql
 set search_path from current
 set enable_seqscan = off
-set enable_hashjoin = off
-set enable_mergejoin = off
 as $$
 begin
   return query
     select a.staged_id
     from dispatch_admissions as a
+    left join lateral (
+      select j.status from procrastinate_jobs as j where j.id = a.job_id limit 1
+    ) as job on true
     where a.admitted_at < p_before
-      and not exists (select from procrastinate_jobs as job where job.id = a.job_id and job.status in ('todo', 'doing'))
+      and coalesce(job.status not in ('todo', 'doing'), true)
     limit p_limit
-    for update skip locked;
+    for update of a skip locked;
 end;
 $$;
 comment on function dispatch_ended_admissions(timestamptz, integer) is 'Admissions from before a time, locked, whose job is neither queued nor running.';

@@ -228,9 +228,6 @@ create or replace function dispatch_sweep_old(p_now timestamptz, p_limit integer
   out samples bigint, out policy_samples bigint, out admissions bigint, out audit_entries bigint)
 language plpgsql
 set search_path from current
-set enable_seqscan = off
-set enable_hashjoin = off
-set enable_mergejoin = off
 as $$
 declare
   v_metrics_since constant timestamptz := p_now - dispatch_setting_span('metrics_retention');

@@ -299,6 +299,23 @@ def test_a_sweep_reads_its_pages_and_no_backlog(big):
     found.check(partitions=every + 4 * FOLD, others=7 * SMALL)
 
 
+def test_a_sweep_whose_plans_are_older_than_the_slots_reads_each_a_few_times(conn):
+    no_vacuum(conn)
+    conn.execute("vacuum analyze")
+    jobs = 2 * SMALL
+    define(conn, admission_batch_size=jobs)
+    for _ in range(8):  # from the sixth on, a session keeps the plan that it has
+        conn.execute("select * from dispatch_sweep()")
+    stage(conn, *["a"] * jobs)
+    assert value(conn, "select jobs_admitted from dispatch_tick()") == jobs
+    worker = value(conn, "insert into procrastinate_workers default values returning id")
+    conn.execute("update procrastinate_jobs set status = 'doing', worker_id = %s", [worker])
+    with reads(conn) as found:
+        conn.execute("select * from dispatch_sweep()")
+    found.scanned.clear()  # once is right: there is nothing but these jobs
+    found.check(others=8 * jobs)
+
+
 # -- looking
 
 
