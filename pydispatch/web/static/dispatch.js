@@ -127,8 +127,13 @@
     say(`${why} since ${clock(lostSince)}, still trying`, true);
   };
 
+  const setAsking = value => {
+    asking = value;
+    status.setAttribute('aria-busy', String(value));
+  };
+
   const ask = async () => {
-    asking = true;
+    setAsking(true);
     const control = new AbortController();
     const patience = setTimeout(() => control.abort(), PATIENCE);
     try {
@@ -157,7 +162,7 @@
       lost('The server cannot be reached');
     } finally {
       clearTimeout(patience);
-      asking = false;
+      setAsking(false);
       plan();
     }
   };
