@@ -18,6 +18,7 @@ import yaml
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
+from psycopg.types.json import Jsonb
 from psycopg_pool import ConnectionPool
 
 from pydispatch import metrics
@@ -218,6 +219,39 @@ def test_slots_are_what_the_lowest_cap_gives(conn: psycopg.Connection, dsn: str)
     tick(conn, "both")
     (row,) = conn.execute("select slots, in_flight from dispatch_slot_use").fetchall()
     assert row == (3 + 1, 2)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"initial": 3},
+        {"initial": 7, "max": 4},
+        {"initial": 2, "min": 5, "max": 3},
+        {"initial": 2.9, "max": 3.4},
+        {"initial": 1.5, "min": 0.2},
+        {"initial": -4, "min": -5, "max": -6},
+        {"initial": "six"},
+    ],
+)
+def test_slots_are_as_many_as_a_tick_fills(
+    conn: psycopg.Connection, limits: dict[str, object]
+) -> None:
+    """Whatever the context says: the view brings it into its range as the gate does."""
+    gate = {
+        "type": "adaptive_concurrency",
+        "initial_max": {"ctx": "initial", "default": 2},
+        "min": {"ctx": "min", "default": 1},
+        "max": {"ctx": "max", "default": 8},
+        "target_lag_ms": 1000,
+    }
+    define(conn, gates=[gate])
+    jobs = [{"task_name": "t", "context": {"k": "a", **limits}}] * 10
+    conn.execute("select dispatch_stage_many('p', %s)", [Jsonb(jobs)])
+    tick(conn)
+    (row,) = conn.execute(
+        "select slots, in_flight, full_partitions from dispatch_slot_use"
+    ).fetchall()
+    assert row == (row[1], row[1], 1)
 
 
 def test_a_scrape_reads_no_staged_job(conn: psycopg.Connection, connect: Connect) -> None:
