@@ -41,12 +41,12 @@ async def test_every_answer_carries_the_headers(dsn, conn, path):
 
 
 async def test_a_page_that_breaks_tells_nothing_and_carries_the_headers(dsn, conn, monkeypatch):
-    from pydispatch.web import queries
+    from pydispatch.web.database import Reader
 
     async def breaks(*_: object) -> None:
         raise RuntimeError("a secret")
 
-    monkeypatch.setattr(queries, "database_time", breaks)
+    monkeypatch.setattr(Reader, "database_time", breaks)
     app = dashboard(dsn)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url=ORIGIN) as client:

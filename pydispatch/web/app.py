@@ -23,7 +23,8 @@ from starlette.types import ASGIApp
 from pydispatch.connect import Source
 from pydispatch.dispatch import Dispatch
 from pydispatch.errors import DispatchError, UnknownPolicy, translated
-from pydispatch.web import actions, pages, security
+from pydispatch.web import acting, pages, security
+from pydispatch.web.asked import first, form_of
 from pydispatch.web.database import UnreachableError
 from pydispatch.web.site import FOLDER, THEME_COOKIE, THEMES, Site, Urls, path_below, site_of
 
@@ -91,8 +92,8 @@ def dashboard(
             Route("/jobs/{id}", pages.job),
             Route("/dead", pages.dead),
             Route("/audit", pages.audit),
-            Route("/actions/{action}", actions.confirm, methods=["GET"]),
-            Route("/actions/{action}", actions.act, methods=["POST"]),
+            Route("/actions/{action}", acting.confirm, methods=["GET"]),
+            Route("/actions/{action}", acting.act, methods=["POST"]),
             Route("/theme", _theme, methods=["POST"]),
             Route("/metrics", site.metrics),
             Route("/static/{path:path}", _static, name="static"),
@@ -255,24 +256,17 @@ async def _theme(request: Request) -> Response:
     """Remember light or dark, and go back to where that was chosen."""
     if security.foreign_origin(request.headers) is not None:
         raise HTTPException(403, "This was not sent from a page of the dashboard.")
-    form = await actions.read_form(request)
-    theme = form.get("theme", ["auto"])[0]
-    back = form.get("back", ["/"])[0]
+    form = await form_of(request)
+    theme, back = first(form, "theme", "auto"), first(form, "back", "/")
     parts = urlsplit(back)
     if not back.startswith("/") or back.startswith("//") or "\\" in back or parts.netloc:
         back = "/"
     urls = Urls(request)
-    response = site_of(request).redirect(
+    site = site_of(request)
+    response = site.redirect(
         request, urls(urlsplit(back).path) + (f"?{parts.query}" if parts.query else "")
     )
     if theme in THEMES:
-        response.set_cookie(
-            THEME_COOKIE,
-            theme,
-            max_age=365 * 86400,
-            path=f"{urls.base}/",
-            httponly=True,
-            samesite="lax",
-            secure=request.url.scheme == "https",
-        )
+        year = 365 * 86400
+        site.set_cookie(request, response, THEME_COOKIE, theme, max_age=year, samesite="lax")
     return response

@@ -84,6 +84,18 @@ class Reader:
         row = await self.row(statement, **arguments)
         return None if row is None else next(iter(row.values()))
 
+    async def page(
+        self, statement: str, limit: int, **arguments: Any
+    ) -> tuple[list[Row], Row | None]:
+        """Run a statement that takes a limit; return so many rows, and the last if more follow."""
+        rows = await self.rows(statement, limit=limit + 1, **arguments)
+        return rows[:limit], rows[limit - 1] if len(rows) > limit else None
+
+    async def database_time(self) -> datetime:
+        """Return the time by the database's clock."""
+        moment: datetime = await self.value("select dispatch_now()")
+        return moment
+
     @contextlib.asynccontextmanager
     async def savepoint(self) -> AsyncIterator[None]:
         """Undo what is done inside if it raises, and go on in the same transaction."""

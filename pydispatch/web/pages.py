@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
-import json
 import uuid
 from datetime import datetime, timedelta
-from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pydispatch.web import queries, shown
+from pydispatch.web import asked, queries, shown
 from pydispatch.web.advice import advice
+from pydispatch.web.asked import clean, known_policy
 from pydispatch.web.database import Reader, Row
 from pydispatch.web.site import Urls, site_of
 
@@ -40,13 +37,13 @@ async def overview(request: Request) -> Response:
     """What an operator sees first: what to do, then how much there is of everything."""
     site = site_of(request)
     async with site.database.read() as reader:
-        now = await queries.database_time(reader)
-        rows = await queries.policies(reader)
-        found = await queries.hints(reader, limit=queries.HINTS + 1)
-        throughput = await queries.admissions_chart(reader, now)
-        pending, _ = await queries.history_charts(reader, now)
-        capacity = await queries.capacity(reader)
-        workers = await queries.workers(reader, now)
+        now = await reader.database_time()
+        rows = await queries.policies.statuses(reader)
+        hints, more_hints = await queries.operation.hints(reader)
+        throughput = await queries.history.admissions(reader, now)
+        pending, _ = await queries.history.backlog(reader, now)
+        capacity = await queries.policies.capacity(reader)
+        workers = await queries.operation.workers(reader, now)
     return site.page(
         request,
         "overview",
@@ -57,8 +54,8 @@ async def overview(request: Request) -> Response:
         capacity=capacity,
         slots=_slots(capacity),
         workers=workers,
-        hints=found[: queries.HINTS],
-        more_hints=len(found) > queries.HINTS,
+        hints=hints,
+        more_hints=more_hints,
         throughput=throughput,
         pending=pending,
     )
@@ -100,13 +97,11 @@ async def hints(request: Request) -> Response:
     site = site_of(request)
     name = request.query_params.get("policy")
     async with site.database.read() as reader:
-        now = await queries.database_time(reader)
+        now = await reader.database_time()
         if name is not None:
-            await _known(reader, name)
-        found = await queries.hints(reader, policy=name, limit=501)
-    return site.page(
-        request, "hints", now=now, policy=name, hints=found[:500], more_hints=len(found) > 500
-    )
+            await known_policy(reader, name)
+        found, more = await queries.operation.hints(reader, policy=name, limit=500)
+    return site.page(request, "hints", now=now, policy=name, hints=found, more_hints=more)
 
 
 async def search(request: Request) -> Response:
@@ -115,16 +110,16 @@ async def search(request: Request) -> Response:
     urls = Urls(request)
     text = request.query_params.get("q", "")
     async with site.database.read() as reader:
-        now = await queries.database_time(reader)
+        now = await reader.database_time()
         job = None
-        if (id := queries.to_id(text)) is not None:
-            job = await queries.job(reader, id)
+        if (id := asked.to_id(text)) is not None:
+            job = await queries.jobs.find(reader, id)
         exact = await _searched(reader, text)
-        policies = [text] if await queries.policy_exists(reader, _clean(text)) else []
+        policies = [text] if await queries.policies.find(reader, clean(text)) else []
         alike: list[Row] = []
         more = None
         if not exact and text:
-            alike, more = await queries.partitions_page(reader, search=_clean(text), limit=25)
+            alike, more = await queries.partitions.listed(reader, search=clean(text), limit=25)
     places = [
         *([urls.job(id)] if job else []),
         *(urls.partition(row["id"]) for row in exact or alike),
@@ -147,39 +142,26 @@ async def search(request: Request) -> Response:
 
 async def _searched(reader: Reader, text: str) -> list[Row]:
     """The partitions of exactly this key, or of this id."""
-    found = [] if "\0" in text else await queries.find_partitions(reader, text)
-    if not found:
-        try:
-            meant = uuid.UUID(text.strip())
-        except ValueError:
-            return []
-        one = await queries.find_partition(reader, str(meant))
-        if one is not None:
-            counts = one.status or {"pending_count": None, "in_flight_count": None}
-            found = [
-                {
-                    "policy_name": one.policy,
-                    "partition_key": one.key,
-                    "id": one.id,
-                    "pending_count": counts["pending_count"],
-                    "in_flight_count": counts["in_flight_count"],
-                }
-            ]
-    return found
-
-
-def _clean(text: str) -> str:
-    """A text as PostgreSQL can hold it: it has no zero characters, and so nothing with one."""
-    return text.replace("\0", "�")
+    found = [] if "\0" in text else await queries.partitions.of_key(reader, text)
+    if found:
+        return found
+    try:
+        one = await queries.partitions.find(reader, str(uuid.UUID(text.strip())))
+    except ValueError:
+        return []
+    if one is None:
+        return []
+    counts = one.status or {"pending_count": None, "in_flight_count": None}
+    return [{**counts, "policy_name": one.policy, "partition_key": one.key, "id": one.id}]
 
 
 async def policies(request: Request) -> Response:
     """All policies beside each other."""
     site = site_of(request)
     async with site.database.read() as reader:
-        now = await queries.database_time(reader)
-        rows = await queries.policies(reader)
-        capacity = await queries.capacity(reader)
+        now = await reader.database_time()
+        rows = await queries.policies.statuses(reader)
+        capacity = await queries.policies.capacity(reader)
     return site.page(
         request,
         "policies",
@@ -195,16 +177,16 @@ async def policy(request: Request) -> Response:
     site = site_of(request)
     name = request.query_params.get("name", "")
     async with site.database.read() as reader:
-        now = await queries.database_time(reader)
-        definition = await _known(reader, name)
-        status = (await queries.policies(reader, name))[0]
-        found = await queries.hints(reader, policy=name, limit=queries.HINTS + 1)
-        throughput = await queries.admissions_chart(reader, now, name)
-        pending, lag = await queries.history_charts(reader, now, name)
-        denials = await queries.denials(reader, now, name)
-        capacity = await queries.capacity(reader, name)
-        top, more = await queries.partitions_page(reader, policy=name, limit=10)
-        tasks = await queries.tasks(reader, name)
+        now = await reader.database_time()
+        definition = await known_policy(reader, name)
+        status = (await queries.policies.statuses(reader, name))[0]
+        hints, more_hints = await queries.operation.hints(reader, policy=name)
+        throughput = await queries.history.admissions(reader, now, name)
+        pending, lag = await queries.history.backlog(reader, now, name)
+        denials = await queries.history.denials(reader, now, name)
+        capacity = await queries.policies.capacity(reader, name)
+        top, more = await queries.partitions.listed(reader, policy=name, limit=10)
+        tasks = await queries.policies.tasks(reader, name)
     gates = definition["gates"]
     return site.page(
         request,
@@ -214,8 +196,8 @@ async def policy(request: Request) -> Response:
         policy=definition,
         status=status,
         capacity=capacity.get(name),
-        hints=found[: queries.HINTS],
-        more_hints=len(found) > queries.HINTS,
+        hints=hints,
+        more_hints=more_hints,
         throughput=throughput,
         pending=pending,
         lag=lag,
@@ -223,40 +205,28 @@ async def policy(request: Request) -> Response:
         denials=denials,
         top=top,
         more=more is not None,
-        gates=queries.gate_texts(gates),
+        gates=shown.gates(gates),
         tasks=tasks,
     )
-
-
-async def _known(reader: Reader, name: str) -> Row:
-    """A policy's definition.
-
-    Raises:
-        HTTPException: 404, there is no such policy.
-    """
-    found = await queries.policy(reader, _clean(name))
-    if found is None:
-        raise HTTPException(404, f"There is no policy “{shown.plain(shown.shortened(name, 130))}”.")
-    return found
 
 
 async def partitions(request: Request) -> Response:
     """Partitions, to search, to sort and to page through."""
     site = site_of(request)
-    asked = request.query_params
-    name = asked.get("policy") or None
-    sort = asked.get("sort") or "pending"
-    search = _clean(asked.get("q", ""))
-    only_pending = asked.get("pending") == "1"
-    cursor = _clean(asked["cursor"]) if asked.get("cursor") else None
-    if sort not in queries.SORTS:
+    query = request.query_params
+    name = query.get("policy") or None
+    sort = query.get("sort") or "pending"
+    search = clean(query.get("q", ""))
+    only_pending = query.get("pending") == "1"
+    cursor = clean(query.get("cursor", "")) or None
+    if sort not in queries.partitions.SORTS:
         sort = "pending"
     async with site.database.read() as reader:
-        now = await queries.database_time(reader)
+        now = await reader.database_time()
         if name is not None:
-            await _known(reader, name)
-        names, held = await queries.names(reader)
-        rows, after = await queries.partitions_page(
+            await known_policy(reader, name)
+        names, held = await queries.policies.names(reader)
+        rows, after = await queries.partitions.listed(
             reader,
             policy=name,
             sort=sort,
@@ -278,7 +248,7 @@ async def partitions(request: Request) -> Response:
         held=held,
         name=name,
         sort=sort,
-        sorts=queries.SORTS,
+        sorts=queries.partitions.SORTS,
         search=search,
         only_pending=only_pending,
         partitions=rows,
@@ -292,33 +262,32 @@ async def partition(request: Request) -> Response:
     """One partition: why its jobs do not run, and everything behind that."""
     site = site_of(request)
     id = str(request.path_params["id"])
-    cursor = request.query_params.get("cursor")
+    cursor = clean(request.query_params.get("cursor", "")) or None
     async with site.database.read() as reader:
-        now = await queries.database_time(reader)
-        found = await queries.find_partition(reader, id)
+        now = await reader.database_time()
+        found = await queries.partitions.find(reader, id)
         if found is None:
             raise HTTPException(
                 404,
                 "There is no partition of this id. Idle partitions are forgotten after a while, "
                 "and come back with their next job.",
             )
-        definition = await _known(reader, found.policy)
-        waiting, after = await queries.waiting_page(
-            reader, found.policy, found.key, _clean(cursor) if cursor else None
+        definition = await known_policy(reader, found.policy)
+        waiting, after = await queries.partitions.waiting(reader, found.policy, found.key, cursor)
+        first = waiting
+        if cursor:
+            first, _ = await queries.partitions.waiting(reader, found.policy, found.key, limit=1)
+        next_id = first[0]["id"] if first else None
+        explanation = await queries.jobs.explain(reader, next_id) if next_id is not None else []
+        in_flight, more_in_flight = await queries.partitions.in_flight(reader, id)
+        adaptive = await queries.partitions.adaptive(reader, id)
+        caps, lags = await queries.history.adaptive(reader, now, id)
+        fairness = await queries.partitions.fairness(reader, now, found.policy, id)
+        hints, _ = await queries.operation.hints(
+            reader, policy=found.policy, partition_key=found.key
         )
-        next_id = (
-            waiting[0]["id"]
-            if waiting and not cursor
-            else await _first_waiting(reader, found.policy, found.key)
-        )
-        explanation = await queries.explain(reader, next_id) if next_id is not None else []
-        in_flight = await queries.in_flight(reader, id, limit=21)
-        adaptive = await queries.adaptive(reader, id)
-        caps, lags = await queries.adaptive_charts(reader, now, id)
-        fairness = await queries.fairness(reader, now, found.policy, id)
-        found_hints = await queries.hints(reader, policy=found.policy, partition_key=found.key)
-        dead = await queries.dead_of_partition(reader, found.policy, found.key)
-    queued = _lingering(in_flight[:20], now)
+        dead = await queries.partitions.dead_jobs(reader, found.policy, found.key)
+    queued = _lingering(in_flight, now)
     return site.page(
         request,
         "partition",
@@ -328,24 +297,20 @@ async def partition(request: Request) -> Response:
         policy=definition,
         next_id=next_id,
         explanation=explanation,
-        advice=advice(
-            explanation,
-            definition["gates"],
-            none_runs=bool(queued) and len(queued) == len(in_flight[:20]),
-        ),
-        gates=queries.gate_texts(definition["gates"]),
+        advice=advice(explanation, definition["gates"], none_runs=_all_linger(in_flight, now)),
+        gates=shown.gates(definition["gates"]),
         waiting=waiting,
         after=after,
-        first=not cursor,
-        in_flight=in_flight[:20],
+        first=cursor is None,
+        in_flight=in_flight,
         queued=queued,
         dead=dead,
-        more_in_flight=len(in_flight) > 20,
+        more_in_flight=more_in_flight,
         adaptive=adaptive,
         caps=caps,
         lags=lags,
         fairness=fairness,
-        hints=found_hints,
+        hints=hints,
         more_hints=False,
         context=shown.as_json(found.status["context"])
         if site.show_payloads and found.status
@@ -362,45 +327,40 @@ def _lingering(in_flight: list[Row], now: datetime) -> list[Row]:
     ]
 
 
-async def _first_waiting(reader: Reader, policy: str, key: str) -> int | None:
-    rows, _ = await queries.waiting_page(reader, policy, key, limit=1)
-    return rows[0]["id"] if rows else None
+def _all_linger(in_flight: list[Row], now: datetime) -> bool:
+    """Does no worker take the jobs that hold slots?"""
+    return bool(in_flight) and len(_lingering(in_flight, now)) == len(in_flight)
 
 
 async def job(request: Request) -> Response:
     """One job: where it is, what it waits for, how it came there."""
     site = site_of(request)
-    id = queries.to_id(request.path_params["id"])
+    id = asked.to_id(request.path_params["id"])
     if id is None:
         raise HTTPException(404, "A job's id is a number.")
     async with site.database.read() as reader:
-        now = await queries.database_time(reader)
-        found = await queries.job(reader, id)
+        now = await reader.database_time()
+        found = await queries.jobs.find(reader, id)
         if found is None:
             raise HTTPException(
                 404,
                 f"There is no job {id}. It was never deferred, its row was deleted, or it ended "
                 "longer ago than admissions are kept.",
             )
-        explanation = await queries.explain(reader, id)
-        followed = await queries.policy(reader, found["policy_name"] or "")
-        dead = await queries.dead_job(reader, found["id"]) if found["state"] == "dead" else None
+        explanation = await queries.jobs.explain(reader, id)
+        state, name, key = found["state"], found["policy_name"], found["partition_key"]
+        followed = await queries.policies.find(reader, name or "")
+        dead = await queries.jobs.find_dead(reader, found["id"]) if state == "dead" else None
         stalled = (
-            await queries.stalled(reader, found["job_id"]) if found["state"] == "running" else None
+            await queries.jobs.stalled(reader, found["job_id"]) if state == "running" else None
         )
-        payload = await queries.payload(reader, found["id"]) if site.show_payloads else None
+        payload = await queries.jobs.payload(reader, found["id"]) if site.show_payloads else None
         partition_id = None
-        if found["policy_name"] is not None and found["partition_key"] is not None:
-            partition_id = await reader.value(
-                "select dispatch_partition_id(%(policy)s, %(key)s)",
-                policy=found["policy_name"],
-                key=found["partition_key"],
-            )
-        in_flight = (
-            await queries.in_flight(reader, partition_id, limit=20)
-            if found["state"] == "staged" and partition_id is not None
-            else []
-        )
+        if name is not None and key is not None:
+            partition_id = await queries.partitions.id_of(reader, name, key)
+        in_flight: list[Row] = []
+        if state == "staged" and partition_id is not None:
+            in_flight, _ = await queries.partitions.in_flight(reader, partition_id)
     return site.page(
         request,
         "job",
@@ -416,7 +376,7 @@ async def job(request: Request) -> Response:
         advice=advice(
             explanation,
             followed["gates"] if followed else [],
-            none_runs=bool(in_flight) and len(_lingering(in_flight, now)) == len(in_flight),
+            none_runs=_all_linger(in_flight, now),
         ),
     )
 
@@ -451,51 +411,30 @@ async def dead(request: Request) -> Response:
     """Jobs that could not be handed off."""
     site = site_of(request)
     name = request.query_params.get("policy") or None
-    cursor = _cursor(request.query_params.get("cursor"))
+    begin = asked.position(request.query_params.get("cursor"))
     async with site.database.read() as reader:
-        now = await queries.database_time(reader)
-        rows, after = await queries.dead_page(
-            reader, policy=None if name is None else _clean(name), cursor=cursor
-        )
+        now = await reader.database_time()
+        rows, after = await queries.jobs.dead(reader, policy=name and clean(name), cursor=begin)
     return site.page(
         request,
         "dead",
         now=now,
         name=name,
         jobs=rows,
-        after=_to_cursor(after) if after else None,
-        first=cursor is None,
+        after=asked.cursor(after) if after else None,
+        first=begin is None,
     )
-
-
-def _to_cursor(position: tuple[datetime, int]) -> str:
-    text = json.dumps([position[0].isoformat(), position[1]])
-    return base64.urlsafe_b64encode(text.encode()).decode()
-
-
-def _cursor(text: str | None) -> tuple[datetime, int] | None:
-    """Where a page begins; anything that is no cursor of ours means the first page."""
-    try:
-        value: Any = json.loads(base64.urlsafe_b64decode(text or ""))
-        moment, id = datetime.fromisoformat(value[0]), value[1]
-        if moment.tzinfo is None or not isinstance(id, int) or abs(id) > queries.BIGINT:
-            return None
-    except (ValueError, TypeError, KeyError, IndexError, binascii.Error):
-        return None
-    return moment, id
 
 
 async def audit(request: Request) -> Response:
     """What was done by hand, and by whom."""
     site = site_of(request)
     name = request.query_params.get("policy") or None
-    before = queries.to_id(request.query_params.get("before", ""))
+    before = asked.to_id(request.query_params.get("before", ""))
     async with site.database.read() as reader:
-        now = await queries.database_time(reader)
-        rows, after = await queries.audit_page(
-            reader,
-            policy=None if name is None else _clean(name),
-            before=before,
+        now = await reader.database_time()
+        rows, after = await queries.operation.audit(
+            reader, policy=name and clean(name), before=before
         )
     return site.page(
         request, "audit", now=now, name=name, entries=rows, after=after, first=before is None

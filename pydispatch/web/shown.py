@@ -6,7 +6,7 @@ import json
 import math
 import re
 import unicodedata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from decimal import Decimal
 from typing import Any
@@ -17,6 +17,7 @@ __all__ = [
     "ago",
     "as_json",
     "duration",
+    "gates",
     "key",
     "number",
     "numbers",
@@ -147,6 +148,31 @@ def reason(value: str | None) -> str:
 def words(value: str) -> str:
     """A name from the database in words."""
     return value.replace("_", " ")
+
+
+def gates(definitions: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+    """The gates of a policy, each as its name, its type and its limits in a line."""
+    return [
+        (
+            gate["name"],
+            gate["type"],
+            "; ".join(
+                f"{words(name)} {_limit(value)}"
+                for name, value in gate.items()
+                if name not in ("name", "type") and value is not None
+            ),
+        )
+        for gate in definitions
+    ]
+
+
+def _limit(value: Any) -> str:
+    """A gate's limit, or where it comes from."""
+    if not isinstance(value, Mapping):
+        return f"{value:,}" if isinstance(value, (int, float)) else str(value)
+    source = f"context {value['ctx']}" if "ctx" in value else f"function {value['sql']}"
+    default = value.get("default")
+    return source if default is None else f"{source}, else {default}"
 
 
 def as_json(value: Any) -> str:

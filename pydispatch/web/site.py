@@ -182,16 +182,16 @@ class Site:
         """Send the browser to one of our pages, perhaps with something to say there."""
         response = RedirectResponse(address, 303)
         if flash is not None:
-            response.set_cookie(
-                FLASH_COOKIE,
-                _written_flash(flash),
-                max_age=60,
-                path=f"{Urls(request).base}/",
-                httponly=True,
-                samesite="strict",
-                secure=request.url.scheme == "https",
-            )
+            self.set_cookie(request, response, FLASH_COOKIE, _written_flash(flash), max_age=60)
         return response
+
+    def set_cookie(
+        self, request: Request, response: Response, name: str, value: str, **more: Any
+    ) -> None:
+        """Set a cookie that only our pages get, and no script; behind https, only over https."""
+        options = {"path": f"{Urls(request).base}/", "samesite": "strict", **more}
+        secure = request.url.scheme == "https"
+        response.set_cookie(name, value, httponly=True, secure=secure, **options)
 
 
 def site_of(request: Request) -> Site:
