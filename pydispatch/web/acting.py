@@ -123,12 +123,12 @@ async def _actor(site: Site, request: Request, action: Action, subject: Subject)
     actor = None
     try:
         actor = await security.allowed(site.authorize, request, action.name, subject.target)
+        if actor is None:
+            raise _forbidden(action, subject)
+        return actor
     finally:
         if actor is None:
             await _audit_refused(site, request, action, subject.target, "not authorized")
-    if actor is None:
-        raise _forbidden(action, subject)
-    return actor
 
 
 def _forbidden(action: Action, subject: Subject) -> HTTPException:

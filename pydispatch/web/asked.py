@@ -14,6 +14,7 @@ from starlette.requests import Request
 
 from pydispatch.web import queries, shown
 from pydispatch.web.database import Reader, Row
+from pydispatch.web.queries.jobs import Position
 
 __all__ = ["Fields", "clean", "cursor", "first", "form_of", "known_policy", "position", "to_id"]
 
@@ -24,9 +25,6 @@ BIGINT = 2**63 - 1
 
 Fields = dict[str, list[str]]
 """What a form or a query has, each field with its values."""
-
-Position = tuple[datetime, int]
-"""Where a page begins, in what is ordered by a time and an id."""
 
 
 def clean(text: str) -> str:

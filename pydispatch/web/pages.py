@@ -119,7 +119,7 @@ async def search(request: Request) -> Response:
         alike: list[Row] = []
         more = None
         if not exact and text:
-            alike, more = await queries.partitions.listed(reader, search=clean(text), limit=25)
+            alike, more = await queries.partitions.page(reader, search=clean(text), limit=25)
     places = [
         *([urls.job(id)] if job else []),
         *(urls.partition(row["id"]) for row in exact or alike),
@@ -185,7 +185,7 @@ async def policy(request: Request) -> Response:
         pending, lag = await queries.history.backlog(reader, now, name)
         denials = await queries.history.denials(reader, now, name)
         capacity = await queries.policies.capacity(reader, name)
-        top, more = await queries.partitions.listed(reader, policy=name, limit=10)
+        top, more = await queries.partitions.page(reader, policy=name, limit=10)
         tasks = await queries.policies.tasks(reader, name)
     gates = definition["gates"]
     return site.page(
@@ -226,7 +226,7 @@ async def partitions(request: Request) -> Response:
         if name is not None:
             await known_policy(reader, name)
         names, held = await queries.policies.names(reader)
-        rows, after = await queries.partitions.listed(
+        rows, after = await queries.partitions.page(
             reader,
             policy=name,
             sort=sort,
@@ -286,7 +286,7 @@ async def partition(request: Request) -> Response:
         hints, _ = await queries.operation.hints(
             reader, policy=found.policy, partition_key=found.key
         )
-        dead = await queries.partitions.dead_jobs(reader, found.policy, found.key)
+        dead = await queries.jobs.dead_of_partition(reader, found.policy, found.key)
     queued = _lingering(in_flight, now)
     return site.page(
         request,
@@ -348,16 +348,13 @@ async def job(request: Request) -> Response:
                 "longer ago than admissions are kept.",
             )
         explanation = await queries.jobs.explain(reader, id)
-        state, name, key = found["state"], found["policy_name"], found["partition_key"]
-        followed = await queries.policies.find(reader, name or "")
+        state, partition_id = found["state"], found["partition_id"]
+        followed = await queries.policies.find(reader, found["policy_name"] or "")
         dead = await queries.jobs.find_dead(reader, found["id"]) if state == "dead" else None
         stalled = (
             await queries.jobs.stalled(reader, found["job_id"]) if state == "running" else None
         )
         payload = await queries.jobs.payload(reader, found["id"]) if site.show_payloads else None
-        partition_id = None
-        if name is not None and key is not None:
-            partition_id = await queries.partitions.id_of(reader, name, key)
         in_flight: list[Row] = []
         if state == "staged" and partition_id is not None:
             in_flight, _ = await queries.partitions.in_flight(reader, partition_id)
@@ -383,28 +380,24 @@ async def job(request: Request) -> Response:
 
 def _lifecycle(job: Row, dead: Row | None) -> list[tuple[str, datetime | None, str]]:
     """The stations of a job's life: what, when, and whether it was, is or may be."""
-    state = job["state"]
     order = ["staged", "queued", "running", "finished"]
-    stations: list[tuple[str, datetime | None, str]] = [("staged", job["staged_at"], "past")]
+    state, admitted, finished = job["state"], job["admitted_at"], job["finished_at"]
+    stations = [("staged", job["staged_at"])]
     if state == "dead":
-        return [*stations, ("set aside", dead["died_at"] if dead else None, "now")]
-    if state == "cancelled":
-        return [
-            *stations,
-            *([("admitted", job["admitted_at"], "past")] if job["admitted_at"] else []),
-            ("cancelled", job["finished_at"], "now"),
-        ]
-    at = order.index(state) if state in order else 0
+        stations += [("set aside", dead["died_at"] if dead else None)]
+        at = 1
+    elif state == "cancelled":
+        stations += [("admitted", admitted)] if admitted else []
+        stations += [("cancelled", finished)]
+        at = len(stations) - 1
+    else:
+        at = order.index(state) if state in order else 0
+        stations += [("admitted", admitted if at >= 1 else None), ("running", None)]
+        stations += [("finished", finished if at == 3 else None)]
     return [
-        ("staged", job["staged_at"], "now" if at == 0 else "past"),
-        ("admitted", job["admitted_at"] if at >= 1 else None, _kind(at, 1)),
-        ("running", None, _kind(at, 2)),
-        ("finished", job["finished_at"] if at == 3 else None, _kind(at, 3)),
+        (what, when, "past" if place < at else "now" if place == at else "later")
+        for place, (what, when) in enumerate(stations)
     ]
-
-
-def _kind(at: int, place: int) -> str:
-    return "past" if at > place else "now" if at == place else "later"
 
 
 async def dead(request: Request) -> Response:
@@ -414,7 +407,7 @@ async def dead(request: Request) -> Response:
     begin = asked.position(request.query_params.get("cursor"))
     async with site.database.read() as reader:
         now = await reader.database_time()
-        rows, after = await queries.jobs.dead(reader, policy=name and clean(name), cursor=begin)
+        rows, after = await queries.jobs.dead(reader, policy=name and clean(name), begin=begin)
     return site.page(
         request,
         "dead",

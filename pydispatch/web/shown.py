@@ -6,7 +6,7 @@ import json
 import math
 import re
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from decimal import Decimal
 from typing import Any
@@ -152,18 +152,13 @@ def words(value: str) -> str:
 
 def gates(definitions: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
     """The gates of a policy, each as its name, its type and its limits in a line."""
-    return [
-        (
-            gate["name"],
-            gate["type"],
-            "; ".join(
-                f"{words(name)} {_limit(value)}"
-                for name, value in gate.items()
-                if name not in ("name", "type") and value is not None
-            ),
-        )
-        for gate in definitions
-    ]
+    return [(gate["name"], gate["type"], "; ".join(_limits(gate))) for gate in definitions]
+
+
+def _limits(gate: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in gate.items():
+        if name not in ("name", "type") and value is not None:
+            yield f"{words(name)} {_limit(value)}"
 
 
 def _limit(value: Any) -> str:

@@ -8,15 +8,29 @@ from datetime import datetime
 from pydispatch.errors import UnknownJob, translate
 from pydispatch.web.database import Reader, Row
 
-__all__ = ["dead", "explain", "find", "find_dead", "payload", "stalled"]
+__all__ = ["dead", "dead_of_partition", "explain", "find", "find_dead", "payload", "stalled"]
+
+Position = tuple[datetime, int]
+"""Where a page of dead jobs begins: when a job died, and its id."""
 
 DEAD = 50
 """Rows a page shows at most."""
 
 
 async def find(reader: Reader, id: int) -> Row | None:
-    """Where a job is, or None when there is none of this id."""
-    rows = await _of_job(reader, "select * from dispatch_job(%(id)s::bigint)", id)
+    """Where a job is, also by its partition's id; None when there is none of this id."""
+    rows = await _of_job(
+        reader,
+        """
+        select
+          job.*,
+          case when job.partition_key is not null then
+            dispatch_partition_id(job.policy_name, job.partition_key)
+          end as partition_id
+        from dispatch_job(%(id)s::bigint) as job
+        """,
+        id,
+    )
     return rows[0] if rows else None
 
 
@@ -69,12 +83,29 @@ async def find_dead(reader: Reader, id: int) -> Row | None:
     )
 
 
+async def dead_of_partition(reader: Reader, policy: str, key: str) -> Row | None:
+    """How many of the last 1,000 dead jobs of a policy are this partition's, and the latest."""
+    return await reader.row(
+        """
+        select count(*) as jobs, (array_agg(id order by died_at desc, id desc))[1] as newest_id
+        from (
+          select id, died_at, partition_key
+          from dispatch_dead_jobs
+          where policy_name = %(policy)s
+          order by died_at desc
+          limit 1000
+        ) as newest
+        where partition_key = %(key)s
+        having count(*) > 0
+        """,
+        policy=policy,
+        key=key,
+    )
+
+
 async def dead(
-    reader: Reader,
-    *,
-    policy: str | None = None,
-    cursor: tuple[datetime, int] | None = None,
-) -> tuple[list[Row], tuple[datetime, int] | None]:
+    reader: Reader, *, policy: str | None = None, begin: Position | None = None
+) -> tuple[list[Row], Position | None]:
     """Dead jobs, the latest first, and where the next page begins.
 
     Names of policies are found by skipping through the index, since jobs of a policy that was
@@ -109,7 +140,7 @@ async def dead(
         """,
         DEAD,
         policy=policy,
-        at=cursor[0] if cursor else None,
-        id=cursor[1] if cursor else None,
+        at=begin[0] if begin else None,
+        id=begin[1] if begin else None,
     )
     return rows, (last["died_at"], last["id"]) if last else None

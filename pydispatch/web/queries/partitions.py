@@ -7,21 +7,9 @@ from datetime import datetime
 
 from pydispatch.web.database import Reader, Row
 
-__all__ = [
-    "SORTS",
-    "Partition",
-    "adaptive",
-    "dead_jobs",
-    "fairness",
-    "find",
-    "id_of",
-    "in_flight",
-    "listed",
-    "of_key",
-    "waiting",
-]
+__all__ = ["SORTS", "adaptive", "fairness", "find", "in_flight", "of_key", "page", "waiting"]
 
-LISTED = 50
+PAGE = 50
 WAITING = 25
 IN_FLIGHT = 20
 """Rows a page shows at most."""
@@ -47,7 +35,7 @@ class Partition:
     paused_at: datetime | None
 
 
-async def listed(
+async def page(
     reader: Reader,
     *,
     policy: str | None = None,
@@ -55,7 +43,7 @@ async def listed(
     cursor: str | None = None,
     search: str | None = None,
     only_pending: bool = False,
-    limit: int = LISTED,
+    limit: int = PAGE,
 ) -> tuple[list[Row], str | None]:
     """A page of partitions, and the cursor of the next if there is one."""
     rows, last = await reader.page(
@@ -120,14 +108,6 @@ async def of_key(reader: Reader, key: str) -> list[Row]:
         """,
         key=key,
     )
-
-
-async def id_of(reader: Reader, policy: str, key: str) -> str:
-    """The id of a partition, whether or not there is one."""
-    id = await reader.value(
-        "select dispatch_partition_id(%(policy)s, %(key)s)", policy=policy, key=key
-    )
-    return str(id)
 
 
 async def waiting(
@@ -208,24 +188,4 @@ async def fairness(reader: Reader, moment: datetime, name: str, id: str) -> Row 
         now=moment,
         name=name,
         id=id,
-    )
-
-
-async def dead_jobs(reader: Reader, policy: str, key: str) -> Row | None:
-    """How many of the last 1,000 dead jobs of a policy are this partition's, and the latest."""
-    return await reader.row(
-        """
-        select count(*) as jobs, (array_agg(id order by died_at desc, id desc))[1] as newest_id
-        from (
-          select id, died_at, partition_key
-          from dispatch_dead_jobs
-          where policy_name = %(policy)s
-          order by died_at desc
-          limit 1000
-        ) as newest
-        where partition_key = %(key)s
-        having count(*) > 0
-        """,
-        policy=policy,
-        key=key,
     )
