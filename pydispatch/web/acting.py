@@ -206,7 +206,7 @@ def _flash(
     missing: Sequence[int],
     left: str | None,
 ) -> Flash:
-    """What is said of it all on the next page; of several subjects, of the first that it failed."""
+    """What the next page says; of several subjects, how many and the first that were not done."""
     if len(chosen) == 1:
         text = chosen[0].text
         lines = [f"{text[0].upper()}{text[1:]}: {outcomes[0].text}"]

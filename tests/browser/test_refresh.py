@@ -57,7 +57,8 @@ def settle(page: Page) -> None:
 
 def asked(page: Page, what: str = "begun") -> int:
     """Return how often the page has asked so far, or how many requests are (were) open."""
-    return page.evaluate("what => asked[what]", what)
+    count: int = page.evaluate("what => asked[what]", what)
+    return count
 
 
 def test_the_page_shows_what_is_new_without_being_asked(site, page):
