@@ -128,6 +128,20 @@ end;
 $$;
 comment on function dispatch_as_learned(dispatch_claim, text, boolean[], double precision[], timestamptz) is 'What an adaptive gate will know of a partition once it has learned from some observations.';
 
+create or replace function dispatch_foresee_claim(p_policy dispatch_policies, p_partition dispatch_partitions, p_now timestamptz)
+returns dispatch_claim
+language plpgsql
+stable
+as $$
+declare
+  v_claim dispatch_claim := dispatch_new_claim(p_policy, p_partition, 1);
+begin
+  v_claim.allowed := 2147483647;
+  return (dispatch_resolve(p_policy, array[v_claim], p_now))[1];
+end;
+$$;
+comment on function dispatch_foresee_claim(dispatch_policies, dispatch_partitions, timestamptz) is 'A partition as its gates are asked about it, each by itself: with its limits looked up, and as if no other held anything back.';
+
 create or replace function dispatch_foresee_gate(p_policy text, p_gate jsonb, p_claims dispatch_claim[], p_now timestamptz)
 returns dispatch_claim[]
 language plpgsql
@@ -407,3 +421,14 @@ begin
 end;
 $$;
 comment on function dispatch_admission_rate(dispatch_policies, dispatch_partitions, timestamptz) is 'Jobs a second that a partition was admitted lately, from decayed_admits; null where that is less than a job, or the partition is younger than a half_life.';
+
+create or replace function dispatch_foresee_slot(p_place integer, p_allowed integer, p_rate double precision, p_now timestamptz)
+returns timestamptz
+language sql
+stable
+parallel safe
+return case
+  when p_allowed >= p_place then p_now
+  when p_rate > 0 then p_now + make_interval(secs => least((p_place - p_allowed) / p_rate, 3155760000))
+end;
+comment on function dispatch_foresee_slot(integer, integer, double precision, timestamptz) is 'About when the job at a place finds a slot, of which p_allowed are there and others come free at a rate of jobs a second; null where none is known.';

@@ -1,4 +1,18 @@
--- What is written down for people to look back on: a sample of each policy a sweep, and who did what by hand.
+-- What is written down for people to look back on: the samples of ticks, one of each policy a sweep, and who did what by
+-- hand.
+
+create or replace function dispatch_last_tick_at(p_policy text)
+returns timestamptz
+language plpgsql
+stable
+set search_path from current
+set enable_seqscan = off
+as $$
+begin
+  return (select at from dispatch_tick_samples where policy_name = p_policy order by at desc limit 1);
+end;
+$$;
+comment on function dispatch_last_tick_at(text) is 'When a tick of a policy last looked at a partition; null when none is known.';
 
 create or replace function dispatch_sample_policies(p_now timestamptz)
 returns bigint

@@ -2,102 +2,12 @@
 -- Invariant: the first row says what the next tick does, for it follows from the functions of 91_foresee.sql; nothing is
 -- written or locked.
 
-create or replace function dispatch_explain_gate(
-  p_policy dispatch_policies, p_gate jsonb, p_claim dispatch_claim, p_place integer, p_rate double precision, p_now timestamptz
-)
-returns dispatch_explanation
-language plpgsql
-stable
-set search_path from current
-as $$
-declare
-  v_name constant text := p_gate ->> 'name';
-  v_type constant text := p_gate ->> 'type';
-  v_passed dispatch_claim;
-  v_rate constant numeric := (p_claim).params ->> (v_name || '.rate');
-  v_per constant numeric := (p_claim).params ->> (v_name || '.per');
-  v_capacity constant numeric := dispatch_capacity(v_rate, ((p_claim).params ->> (v_name || '.burst'))::numeric);
-  v_tokens numeric;
-  v_next_at timestamptz;
-  v_stats dispatch_adaptive_stats;
-  v_knobs record;
-  v_max numeric;
-  v_row dispatch_explanation;
-begin
-  v_row.item := 'gate';
-  v_row.gate_name := v_name;
-  v_row.gate_type := v_type;
-  if (p_claim).reason is not null then
-    v_row.blocks := true;
-    v_row.reason := split_part((p_claim).reason, ':', 1);
-    v_row.numbers := '{}';
-    v_row.message := 'Not asked: ' || rtrim((p_claim).reason, '. ') || '.';
-    return v_row;
-  end if;
-
-  v_passed := (dispatch_foresee_gate(p_policy.policy_name, p_gate, array[p_claim], p_now))[1];
-  v_row.blocks := v_passed.allowed < p_place;
-  v_row.reason := case when v_row.blocks then coalesce(v_passed.reason, 'behind_others') end;
-  v_row.numbers := jsonb_build_object('allowed', v_passed.allowed);
-  v_row.estimated_at := case when not v_row.blocks then p_now end;
-
-  if v_type = 'throttle' then
-    v_tokens := v_passed.gate_state -> v_name ->> 'tokens';
-    if v_passed.reason is distinct from 'rate_zero' then
-      v_next_at := case when v_tokens < v_capacity then
-        dispatch_nth_token(v_passed, array[v_name], least(greatest(dispatch_whole_tokens(v_tokens), 0), 2000000000)::integer + 1, p_now)
-      end;
-      v_row.estimated_at := dispatch_nth_token(v_passed, array[v_name], p_place, p_now);
-    end if;
-    v_row.numbers := v_row.numbers || jsonb_build_object('tokens', trim_scale(round(v_tokens, 6)), 'rate', v_rate, 'per', v_per,
-      'burst', (p_claim).params -> (v_name || '.burst'), 'capacity', v_capacity, 'next_token_at', v_next_at);
-    v_row.message := case
-      when v_passed.reason = 'rate_zero' then format('Shut: its rate is %s.', coalesce(trim_scale(v_rate)::text, 'not known'))
-      else format('%s of %s tokens are there, %s come in %s s%s.', trim_scale(round(v_tokens, 3)), trim_scale(v_capacity), trim_scale(v_rate),
-        trim_scale(v_per), ', the next at ' || dispatch_say_time(v_next_at))
-    end;
-  else
-    if v_type = 'concurrency' then
-      v_max := (p_claim).params ->> (v_name || '.max');
-      v_row.numbers := v_row.numbers || jsonb_build_object('in_flight', (p_claim).in_flight, 'max', v_max);
-      v_row.message := case
-        when v_passed.reason = 'max_zero' then format('Shut: its max is %s.', coalesce(trim_scale(v_max)::text, 'not known'))
-        else format('%s in flight of at most %s.', (p_claim).in_flight, trim_scale(floor(v_max)))
-      end;
-    elsif v_type = 'adaptive_concurrency' then
-      select learned.* into v_stats
-      from (select) as one
-      left join dispatch_observations(p_policy.policy_name, (p_claim).partition_id) as seen on true
-      cross join lateral dispatch_as_learned(p_claim, v_name, seen.succeeded, seen.lags_ms, p_now) as learned;
-      select * into v_knobs from dispatch_aimd_params((p_claim).params, v_name);
-      v_max := dispatch_adaptive_cap(v_stats.current_max, (p_claim).in_flight, v_knobs.initial_max, v_knobs.floor_max, v_knobs.top_max);
-      v_row.numbers := v_row.numbers || jsonb_build_object('in_flight', (p_claim).in_flight, 'max', v_max, 'current_max', v_stats.current_max,
-        'initial_max', v_knobs.initial_max, 'lowest_max', v_knobs.floor_max, 'highest_max', v_knobs.top_max,
-        'ewma_lag_ms', v_stats.ewma_lag_ms, 'target_lag_ms', v_knobs.target_lag_ms, 'samples', v_stats.sample_count);
-      v_row.message := format('%s in flight of at most %s now; jobs wait %s ms for a worker, aimed at are %s ms (%s observed).',
-        (p_claim).in_flight, v_max, round(v_stats.ewma_lag_ms::numeric, 1), v_knobs.target_lag_ms, v_stats.sample_count);
-    end if;
-    if v_row.blocks and v_passed.reason is distinct from 'max_zero' and p_rate > 0 then
-      v_row.estimated_at := p_now + make_interval(secs => least((p_place - v_passed.allowed) / p_rate, 3155760000));
-    end if;
-  end if;
-  if v_row.reason = 'behind_others' then
-    v_row.message := v_row.message || format(' It lets %s pass now, and %s go first.', v_passed.allowed, p_place - 1);
-  end if;
-  return v_row;
-end;
-$$;
-comment on function dispatch_explain_gate(dispatch_policies, jsonb, dispatch_claim, integer, double precision, timestamptz) is 'One gate''s part in whether the job at a place of its partition may go.';
-
-create or replace function dispatch_explain_around(p_job dispatch_staged_jobs, p_now timestamptz)
+create or replace function dispatch_explain_pauses(p_job dispatch_staged_jobs)
 returns setof dispatch_explanation
 language plpgsql
 stable
 set search_path from current
 as $$
-declare
-  v_holders record;
-  v_rival boolean := false;
 begin
   return query
     select 'pause', null, null, true, 'paused', '{}'::jsonb, q.paused_at, null::timestamptz,
@@ -106,44 +16,77 @@ begin
     from dispatch_pauses as q
     where q.id in (dispatch_partition_id(p_job.policy_name, null), p_job.partition_id)
     order by q.partition_key nulls first;
+end;
+$$;
+comment on function dispatch_explain_pauses(dispatch_staged_jobs) is 'A row for each pause of a job''s policy and partition.';
 
-  if p_job.eligible_at > p_now then
-    return query
-      select 'schedule', null, null, true, kind.reason,
-        jsonb_build_object('eligible_at', p_job.eligible_at, 'scheduled_at', p_job.scheduled_at, 'attempts', p_job.attempts),
-        p_job.staged_at, p_job.eligible_at,
-        format(kind.message, dispatch_say_time(p_job.eligible_at))
-      from (
-        select
-          case
-            when p_job.eligible_at is distinct from p_job.scheduled_at then 'queueing_lock_held'
-            when p_job.job_id is not null then 'retry'
-            else 'scheduled'
-          end,
-          case
-            when p_job.eligible_at is distinct from p_job.scheduled_at then 'Its queueing lock was held when it was to go; it is tried again at %s.'
-            when p_job.job_id is not null then 'It is to be retried, not before %s.'
-            else 'It is scheduled for %s.'
-          end
-      ) as kind (reason, message);
-  end if;
+create or replace function dispatch_explain_schedule(p_job dispatch_staged_jobs, p_now timestamptz)
+returns setof dispatch_explanation
+language plpgsql
+stable
+as $$
+begin
+  return query
+    select 'schedule', null, null, true, kind.reason,
+      jsonb_build_object('eligible_at', p_job.eligible_at, 'scheduled_at', p_job.scheduled_at, 'attempts', p_job.attempts),
+      p_job.staged_at, p_job.eligible_at,
+      format(kind.message, dispatch_say_time(p_job.eligible_at))
+    from (
+      select
+        case
+          when p_job.eligible_at is distinct from p_job.scheduled_at then 'queueing_lock_held'
+          when p_job.job_id is not null then 'retry'
+          else 'scheduled'
+        end,
+        case
+          when p_job.eligible_at is distinct from p_job.scheduled_at then 'Its queueing lock was held when it was to go; it is tried again at %s.'
+          when p_job.job_id is not null then 'It is to be retried, not before %s.'
+          else 'It is scheduled for %s.'
+        end
+    ) as kind (reason, message)
+    where p_job.eligible_at > p_now;
+end;
+$$;
+comment on function dispatch_explain_schedule(dispatch_staged_jobs, timestamptz) is 'The row for a time that a job waits for, if it does: its schedule, a retry''s, or the next try after its queueing lock was held.';
 
-  select * into v_holders from dispatch_lock_holders(p_job.lock, p_job.queueing_lock);
-  -- Where a retry and a new job have the same queueing lock, the new one goes first.
-  if p_job.job_id is not null and v_holders.queued_id is null then
-    select not explained.blocks into v_rival
-    from dispatch_staged_jobs as s
+-- Where a retry and a new job have the same queueing lock, the new one goes first.
+create or replace function dispatch_rival_goes(p_job dispatch_staged_jobs, p_now timestamptz)
+returns boolean
+language plpgsql
+stable
+set search_path from current
+as $$
+begin
+  return p_job.job_id is not null and exists (
+    select
+    from dispatch_staged_jobs as rival
     cross join lateral (
-      select blocks from dispatch_explain_staged(s, p_now) limit 1
+      select blocks from dispatch_explain_staged(rival, p_now) limit 1
     ) as explained
-    where s.queueing_lock = p_job.queueing_lock
-      and s.job_id is null
-      and s.policy_name = p_job.policy_name;
-  end if;
+    where rival.queueing_lock = p_job.queueing_lock
+      and rival.job_id is null
+      and rival.policy_name = p_job.policy_name
+      and not explained.blocks
+  );
+end;
+$$;
+comment on function dispatch_rival_goes(dispatch_staged_jobs, timestamptz) is 'Whether the next tick admits a new job with the queueing lock of a retry.';
+
+create or replace function dispatch_explain_locks(p_job dispatch_staged_jobs, p_now timestamptz)
+returns setof dispatch_explanation
+language plpgsql
+stable
+as $$
+declare
+  v_holders record;
+  v_rival boolean;
+begin
+  select * into v_holders from dispatch_lock_holders(p_job.lock, p_job.queueing_lock);
+  v_rival := v_holders.queued_id is null and dispatch_rival_goes(p_job, p_now);
   if v_holders.queued_id is not null or v_rival then
     return query
-      select 'queueing_lock', null, null, true, 'queueing_lock_held', jsonb_build_object('queueing_lock', p_job.queueing_lock, 'job_id', v_holders.queued_id),
-        null::timestamptz, null::timestamptz,
+      select 'queueing_lock', null, null, true, 'queueing_lock_held',
+        jsonb_build_object('queueing_lock', p_job.queueing_lock, 'job_id', v_holders.queued_id), null::timestamptz, null::timestamptz,
         case
           when v_rival then format('A new job with its queueing lock %L goes first.', left(p_job.queueing_lock, 200))
           else format('Its queueing lock %L is held by job %s, which is queued; it can go once that has started.',
@@ -159,7 +102,142 @@ begin
   end if;
 end;
 $$;
-comment on function dispatch_explain_around(dispatch_staged_jobs, timestamptz) is 'What may hold a waiting job beside its gates: pauses, its schedule, its locks.';
+comment on function dispatch_explain_locks(dispatch_staged_jobs, timestamptz) is 'A row for each lock of a job that another one has: the queueing lock holds it, the lock does not.';
+
+create or replace function dispatch_explain_throttle(p_row dispatch_explanation, p_passed dispatch_claim, p_place integer, p_now timestamptz)
+returns dispatch_explanation
+language plpgsql
+stable
+as $$
+declare
+  v_rate constant numeric := (p_passed).params ->> (p_row.gate_name || '.rate');
+  v_per constant numeric := (p_passed).params ->> (p_row.gate_name || '.per');
+  v_burst constant jsonb := (p_passed).params -> (p_row.gate_name || '.burst');
+  v_capacity constant numeric := dispatch_capacity(v_rate, (v_burst #>> '{}')::numeric);
+  v_tokens constant numeric := (p_passed).gate_state -> p_row.gate_name ->> 'tokens';
+  v_bucket constant text[] := array[p_row.gate_name];
+  v_next_at timestamptz;
+begin
+  if p_passed.reason is distinct from 'rate_zero' then
+    if v_tokens < v_capacity then
+      v_next_at := dispatch_nth_token(p_passed, v_bucket, least(greatest(dispatch_whole_tokens(v_tokens), 0), 2000000000)::integer + 1, p_now);
+    end if;
+    p_row.estimated_at := dispatch_nth_token(p_passed, v_bucket, p_place, p_now);
+  end if;
+  p_row.numbers := p_row.numbers || jsonb_build_object('tokens', trim_scale(round(v_tokens, 6)), 'rate', v_rate, 'per', v_per,
+    'burst', v_burst, 'capacity', v_capacity, 'next_token_at', v_next_at);
+  p_row.message := case
+    when p_passed.reason = 'rate_zero' then format('Shut: its rate is %s.', coalesce(trim_scale(v_rate)::text, 'not known'))
+    else format('%s of %s tokens are there, %s come in %s s%s.', trim_scale(round(v_tokens, 3)), trim_scale(v_capacity), trim_scale(v_rate),
+      trim_scale(v_per), ', the next at ' || dispatch_say_time(v_next_at))
+  end;
+  return p_row;
+end;
+$$;
+comment on function dispatch_explain_throttle(dispatch_explanation, dispatch_claim, integer, timestamptz) is 'A throttle''s row with its tokens, and when the job at a place finds one.';
+
+create or replace function dispatch_explain_concurrency(p_row dispatch_explanation, p_passed dispatch_claim)
+returns dispatch_explanation
+language plpgsql
+stable
+as $$
+declare
+  v_max constant numeric := (p_passed).params ->> (p_row.gate_name || '.max');
+begin
+  p_row.numbers := p_row.numbers || jsonb_build_object('in_flight', p_passed.in_flight, 'max', v_max);
+  p_row.message := case
+    when p_passed.reason = 'max_zero' then format('Shut: its max is %s.', coalesce(trim_scale(v_max)::text, 'not known'))
+    else format('%s in flight of at most %s.', p_passed.in_flight, trim_scale(floor(v_max)))
+  end;
+  return p_row;
+end;
+$$;
+comment on function dispatch_explain_concurrency(dispatch_explanation, dispatch_claim) is 'A concurrency gate''s row with its slots.';
+
+create or replace function dispatch_explain_adaptive_concurrency(p_row dispatch_explanation, p_passed dispatch_claim, p_policy text, p_now timestamptz)
+returns dispatch_explanation
+language plpgsql
+stable
+as $$
+declare
+  v_seen record;
+  v_knobs record;
+  v_stats dispatch_adaptive_stats;
+  v_max integer;
+begin
+  select * into v_seen from dispatch_observations(p_policy, p_passed.partition_id);
+  v_stats := dispatch_as_learned(p_passed, p_row.gate_name, v_seen.succeeded, v_seen.lags_ms, p_now);
+  select * into v_knobs from dispatch_aimd_params((p_passed).params, p_row.gate_name);
+  v_max := dispatch_adaptive_cap(v_stats.current_max, p_passed.in_flight, v_knobs.initial_max, v_knobs.floor_max, v_knobs.top_max);
+  p_row.numbers := p_row.numbers || jsonb_build_object('in_flight', p_passed.in_flight, 'max', v_max, 'current_max', v_stats.current_max,
+    'initial_max', v_knobs.initial_max, 'lowest_max', v_knobs.floor_max, 'highest_max', v_knobs.top_max,
+    'ewma_lag_ms', v_stats.ewma_lag_ms, 'target_lag_ms', v_knobs.target_lag_ms, 'samples', v_stats.sample_count);
+  p_row.message := format('%s in flight of at most %s now; jobs wait %s ms for a worker, aimed at are %s ms (%s observed).',
+    p_passed.in_flight, v_max, round(v_stats.ewma_lag_ms::numeric, 1), v_knobs.target_lag_ms, v_stats.sample_count);
+  return p_row;
+end;
+$$;
+comment on function dispatch_explain_adaptive_concurrency(dispatch_explanation, dispatch_claim, text, timestamptz) is 'An adaptive gate''s row with its slots and what it has learned, notes that are not folded included.';
+
+create or replace function dispatch_explain_gate(
+  p_policy text, p_gate jsonb, p_claim dispatch_claim, p_place integer, p_rate double precision, p_now timestamptz
+)
+returns dispatch_explanation
+language plpgsql
+stable
+set search_path from current
+as $$
+declare
+  v_passed dispatch_claim;
+  v_row dispatch_explanation;
+begin
+  v_row.item := 'gate';
+  v_row.gate_name := p_gate ->> 'name';
+  v_row.gate_type := p_gate ->> 'type';
+  if (p_claim).reason is not null then
+    v_row.blocks := true;
+    v_row.reason := split_part((p_claim).reason, ':', 1);
+    v_row.numbers := '{}';
+    v_row.message := 'Not asked: ' || rtrim((p_claim).reason, '. ') || '.';
+    return v_row;
+  end if;
+
+  v_passed := (dispatch_foresee_gate(p_policy, p_gate, array[p_claim], p_now))[1];
+  v_row.blocks := v_passed.allowed < p_place;
+  v_row.reason := case when v_row.blocks then coalesce(v_passed.reason, 'behind_others') end;
+  v_row.numbers := jsonb_build_object('allowed', v_passed.allowed);
+  if v_row.gate_type <> 'throttle' and v_passed.reason is distinct from 'max_zero' then
+    v_row.estimated_at := dispatch_foresee_slot(p_place, v_passed.allowed, p_rate, p_now);
+  end if;
+  v_row := case v_row.gate_type
+    when 'throttle' then dispatch_explain_throttle(v_row, v_passed, p_place, p_now)
+    when 'concurrency' then dispatch_explain_concurrency(v_row, v_passed)
+    when 'adaptive_concurrency' then dispatch_explain_adaptive_concurrency(v_row, v_passed, p_policy, p_now)
+  end;
+  if v_row.reason = 'behind_others' then
+    v_row.message := v_row.message || format(' It lets %s pass now, and %s go first.', v_passed.allowed, p_place - 1);
+  end if;
+  return v_row;
+end;
+$$;
+comment on function dispatch_explain_gate(text, jsonb, dispatch_claim, integer, double precision, timestamptz) is 'One gate''s part in whether the job at a place of its partition may go. p_rate: jobs a second that the partition was admitted lately, or null.';
+
+create or replace function dispatch_explain_gates(
+  p_policy dispatch_policies, p_claim dispatch_claim, p_place integer, p_rate double precision, p_now timestamptz
+)
+returns setof dispatch_explanation
+language plpgsql
+stable
+as $$
+declare
+  v_gate jsonb;
+begin
+  for v_gate in select jsonb_array_elements(p_policy.gates) loop
+    return next dispatch_explain_gate(p_policy.policy_name, v_gate, p_claim, p_place, p_rate, p_now);
+  end loop;
+end;
+$$;
+comment on function dispatch_explain_gates(dispatch_policies, dispatch_claim, integer, double precision, timestamptz) is 'A row for each gate of a policy, in their order.';
 
 create or replace function dispatch_explain_budget(p_policy dispatch_policies, p_partition_id uuid, p_place integer, p_allowed integer, p_now timestamptz)
 returns dispatch_explanation
@@ -182,18 +260,248 @@ end;
 $$;
 comment on function dispatch_explain_budget(dispatch_policies, uuid, integer, integer, timestamptz) is 'The part of tick_admission_budget in whether the job at a place of its partition may go, of which the gates let p_allowed pass.';
 
-create or replace function dispatch_last_tick_at(p_policy text)
-returns timestamptz
+create or replace function dispatch_allowed_by(p_policy dispatch_policies, p_claim dispatch_claim, p_parts dispatch_explanation[])
+returns integer
+language sql
+immutable
+parallel safe
+return least(p_claim.allowed, p_policy.admission_batch_size, (select min((part.numbers ->> 'allowed')::integer) from unnest(p_parts) as part));
+comment on function dispatch_allowed_by(dispatch_policies, dispatch_claim, dispatch_explanation[]) is 'How many jobs of a partition all gates and the budget let pass, by their rows.';
+
+create or replace function dispatch_explain_parts(
+  p_job dispatch_staged_jobs, p_policy dispatch_policies, p_claim dispatch_claim, p_place integer, p_rate double precision, p_now timestamptz
+)
+returns dispatch_explanation[]
 language plpgsql
 stable
-set search_path from current
-set enable_seqscan = off
 as $$
+declare
+  v_parts constant dispatch_explanation[] := array(select e from dispatch_explain_pauses(p_job) as e)
+    || array(select e from dispatch_explain_schedule(p_job, p_now) as e)
+    || array(select e from dispatch_explain_locks(p_job, p_now) as e)
+    || array(select e from dispatch_explain_gates(p_policy, p_claim, p_place, p_rate, p_now) as e);
 begin
-  return (select at from dispatch_tick_samples where policy_name = p_policy order by at desc limit 1);
+  if p_policy.tick_admission_budget is null then
+    return v_parts;
+  end if;
+  return v_parts || dispatch_explain_budget(p_policy, p_job.partition_id, p_place, dispatch_allowed_by(p_policy, p_claim, v_parts), p_now);
 end;
 $$;
-comment on function dispatch_last_tick_at(text) is 'When a tick of a policy last looked at a partition; null when none is known.';
+comment on function dispatch_explain_parts(dispatch_staged_jobs, dispatch_policies, dispatch_claim, integer, double precision, timestamptz) is 'All that has a part in whether the job at a place of its partition may go: its pauses, schedule and locks, the gates, the budget.';
+
+create or replace function dispatch_foremost_hold(p_parts dispatch_explanation[])
+returns dispatch_explanation
+language plpgsql
+stable
+as $$
+declare
+  v_hold dispatch_explanation;
+begin
+  select true, reason, since, case when gate_name is not null then format('Gate %s: ', gate_name) else '' end || message
+  into v_hold.blocks, v_hold.reason, v_hold.since, v_hold.message
+  from unnest(p_parts) with ordinality
+  where blocks
+    and reason <> 'behind_others'
+  order by ordinality
+  limit 1;
+  return v_hold;
+end;
+$$;
+comment on function dispatch_foremost_hold(dispatch_explanation[]) is 'What comes first of that which holds a job all by itself: blocks, reason, since and message; nulls when nothing does.';
+
+create or replace function dispatch_explain_free(p_job dispatch_staged_jobs, p_partition dispatch_partitions, p_now timestamptz)
+returns dispatch_explanation
+language plpgsql
+stable
+as $$
+declare
+  v_long_ago constant timestamptz := p_now - interval '2 minutes';
+  v_last_tick_at timestamptz;
+  v_hold dispatch_explanation;
+begin
+  v_hold.blocks := false;
+  v_hold.message := 'Nothing holds it: the next tick admits it.';
+  if greatest(p_partition.due_at, p_job.eligible_at, p_job.staged_at) < v_long_ago then
+    v_last_tick_at := dispatch_last_tick_at(p_job.policy_name);
+    if coalesce(v_last_tick_at < v_long_ago, true) then
+      v_hold.reason := 'no_tick';
+      v_hold.message := v_hold.message || format(' But nobody ticks: the last time was %s. Start a driver, or dispatch_tick() from cron.',
+        coalesce(dispatch_say_time(v_last_tick_at), 'never'));
+    end if;
+  end if;
+  return v_hold;
+end;
+$$;
+comment on function dispatch_explain_free(dispatch_staged_jobs, dispatch_partitions, timestamptz) is 'Of a job that nothing holds, whether anybody ticks.';
+
+create or replace function dispatch_explain_turn(
+  p_job dispatch_staged_jobs, p_policy dispatch_policies, p_partition dispatch_partitions, p_claim dispatch_claim, p_before integer,
+  p_allowed integer, p_now timestamptz
+)
+returns dispatch_explanation
+language plpgsql
+stable
+as $$
+declare
+  v_hold dispatch_explanation;
+begin
+  v_hold.blocks := true;
+  if p_claim.reason is not null then
+    v_hold.reason := split_part(p_claim.reason, ':', 1);
+    v_hold.message := p_claim.reason;
+  elsif p_partition.due_at is null or p_partition.due_at > p_now then
+    v_hold.reason := 'backoff';
+    v_hold.message := format('No tick looks at its partition before %s, as the last one saw: %s. dispatch_resume() makes the next one look.',
+      coalesce(dispatch_say_time(p_partition.due_at), 'more jobs come'), coalesce(p_partition.blocked_reason, 'nothing to do'));
+  elsif p_before >= p_allowed then
+    v_hold.reason := 'behind_others';
+    v_hold.message := format('The next tick admits %s of its partition.', p_allowed);
+  elsif dispatch_due_before(p_policy, p_partition) >= p_policy.partition_batch_size then
+    v_hold.reason := 'not_its_turn';
+    v_hold.message := format('A tick looks at %s partitions, and more than those are due before this one.', p_policy.partition_batch_size);
+  else
+    return dispatch_explain_free(p_job, p_partition, p_now);
+  end if;
+  return v_hold;
+end;
+$$;
+comment on function dispatch_explain_turn(dispatch_staged_jobs, dispatch_policies, dispatch_partitions, dispatch_claim, integer, integer, timestamptz) is 'Whether the next tick comes to a job that none of its rows holds by itself: what holds its partition, or it together with the p_before jobs before it, of which p_allowed pass.';
+
+create or replace function dispatch_say_unknown(p_claim dispatch_claim, p_parts dispatch_explanation[])
+returns text
+language plpgsql
+stable
+as $$
+begin
+  if p_claim.reason is not null then
+    return 'the limits of its partition are not known';
+  end if;
+  return (
+    select case
+      when item = 'pause' then 'a pause ends by hand'
+      when item = 'queueing_lock' then 'it depends on when another job starts'
+      when item = 'budget' then 'other partitions have a part in the budget'
+      when reason in ('rate_zero', 'max_zero') then format('gate %s lets nothing pass', gate_name)
+      else format('how soon gate %s has room is not known, as its partition was admitted too little lately', gate_name)
+    end
+    from unnest(p_parts) with ordinality
+    where blocks
+      and estimated_at is null
+    order by ordinality
+    limit 1
+  );
+end;
+$$;
+comment on function dispatch_say_unknown(dispatch_claim, dispatch_explanation[]) is 'Why nobody knows when a job goes; null when that can be estimated.';
+
+create or replace function dispatch_estimate(
+  p_job dispatch_staged_jobs, p_partition dispatch_partitions, p_claim dispatch_claim, p_parts dispatch_explanation[], p_reason text,
+  p_before integer, p_rate double precision, p_now timestamptz, out estimated_at timestamptz, out sources text
+)
+language plpgsql
+stable
+as $$
+declare
+  v_ready_at constant timestamptz := greatest(p_job.eligible_at, p_now);
+  v_buckets constant text[] := array(
+    select e.gate_name
+    from unnest(p_parts) with ordinality as e
+    where e.gate_type = 'throttle'
+      and e.reason is distinct from 'rate_zero'
+    order by e.ordinality
+  );
+  v_cap_at timestamptz;
+  v_sources text[] := '{}';
+begin
+  estimated_at := v_ready_at;
+  if v_buckets <> '{}' then
+    estimated_at := dispatch_foresee_tokens(p_job, p_claim, v_buckets, p_before, p_now);
+    if estimated_at > v_ready_at then
+      v_sources := v_sources || format('the tokens still to come at %s', array_to_string(v_buckets, ' and '));
+    end if;
+  end if;
+  for v_cap_at in select e.estimated_at from unnest(p_parts) as e where e.item = 'gate' and e.gate_type <> 'throttle' and e.blocks loop
+    estimated_at := greatest(estimated_at, v_cap_at);
+    v_sources := v_sources || format('%s jobs a second that its partition was admitted lately', trim_scale(round(p_rate::numeric, 3)));
+  end loop;
+  if p_reason is distinct from 'concurrency_full' and p_partition.due_at > estimated_at then
+    estimated_at := p_partition.due_at;
+    v_sources := v_sources || 'the next look'::text;
+  end if;
+  sources := nullif(array_to_string(v_sources, ' and '), '');
+end;
+$$;
+comment on function dispatch_estimate(dispatch_staged_jobs, dispatch_partitions, dispatch_claim, dispatch_explanation[], text, integer, double precision, timestamptz) is 'About when a job goes (null: not within a hundred years) and what says so (null: nothing but its schedule). p_reason: what it waits for now; p_before: jobs that go or are shown before it; p_rate: jobs a second that its partition was admitted lately.';
+
+create or replace function dispatch_say_place(p_before integer)
+returns text
+language sql
+stable
+parallel safe
+return case when p_before = 10000 then 'At least 10000 of its partition go first.' else format('Place %s of its partition.', p_before + 1) end;
+comment on function dispatch_say_place(integer) is 'A job''s place, by how many go before it.';
+
+create or replace function dispatch_say_estimate(p_scheduled boolean, p_before integer, p_estimated_at timestamptz, p_sources text, p_unknown text)
+returns text
+language sql
+stable
+parallel safe
+return case
+  when p_estimated_at is null then 'No estimate' || coalesce(': ' || p_unknown, '') || '.'
+  when p_sources is null and not p_scheduled then 'It goes as soon as ticks come to it.'
+  else format('%s %s, from %s.', case when p_before = 10000 then 'Not before' else 'About' end, dispatch_say_time(p_estimated_at),
+    coalesce(p_sources, 'its schedule'))
+end;
+comment on function dispatch_say_estimate(boolean, integer, timestamptz, text, text) is 'When a job that is held goes and what that follows from, or why that is not known.';
+
+create or replace function dispatch_waits_since(p_job dispatch_staged_jobs, p_partition dispatch_partitions, p_now timestamptz)
+returns timestamptz
+language sql
+immutable
+parallel safe
+return greatest(p_job.staged_at, least(p_job.eligible_at, p_now), case when p_partition.waiting_since <= p_now then p_partition.waiting_since end);
+comment on function dispatch_waits_since(dispatch_staged_jobs, dispatch_partitions, timestamptz) is 'Since when a job has waited for its turn: since it could go, or the last admission of its partition.';
+
+create or replace function dispatch_explain_waiting(
+  p_row dispatch_explanation, p_job dispatch_staged_jobs, p_policy dispatch_policies, p_partition dispatch_partitions, p_now timestamptz
+)
+returns setof dispatch_explanation
+language plpgsql
+stable
+as $$
+declare
+  v_claim constant dispatch_claim := dispatch_foresee_claim(p_policy, p_partition, p_now);
+  v_rate constant double precision := dispatch_admission_rate(p_policy, p_partition, p_now);
+  v_before constant integer := case when p_job.eligible_at > p_now then dispatch_jobs_earlier(p_job) else dispatch_jobs_before(p_job, p_now) end;
+  v_parts constant dispatch_explanation[] := dispatch_explain_parts(p_job, p_policy, v_claim, v_before + 1, v_rate, p_now);
+  v_allowed constant integer := dispatch_allowed_by(p_policy, v_claim, v_parts);
+  v_unknown constant text := dispatch_say_unknown(v_claim, v_parts);
+  v_hold dispatch_explanation := dispatch_foremost_hold(v_parts);
+  v_sources text;
+begin
+  if v_hold.reason is null then
+    v_hold := dispatch_explain_turn(p_job, p_policy, p_partition, v_claim, v_before, v_allowed, p_now);
+  end if;
+  if v_unknown is null and p_partition.due_at < 'infinity' then
+    select estimated_at, sources
+    into p_row.estimated_at, v_sources
+    from dispatch_estimate(p_job, p_partition, v_claim, v_parts, v_hold.reason, v_before, v_rate, p_now);
+    -- With a time that it goes at, it is told since when it waits for its turn, whatever holds it.
+    v_hold.since := null;
+  end if;
+
+  p_row.blocks := v_hold.blocks;
+  p_row.reason := v_hold.reason;
+  p_row.since := coalesce(v_hold.since, dispatch_waits_since(p_job, p_partition, p_now));
+  p_row.numbers := p_row.numbers || jsonb_build_object('place', v_before + 1, 'place_is_at_least', v_before = 10000,
+    'allowed', v_allowed, 'pending', p_partition.pending_count, 'in_flight', p_partition.in_flight_count, 'due_at', p_partition.due_at);
+  p_row.message := concat_ws(' ', v_hold.message, dispatch_say_place(v_before),
+    case when v_hold.blocks then dispatch_say_estimate(p_job.eligible_at > p_now, v_before, p_row.estimated_at, v_sources, v_unknown) end);
+  return next p_row;
+  return query select * from unnest(v_parts);
+end;
+$$;
+comment on function dispatch_explain_waiting(dispatch_explanation, dispatch_staged_jobs, dispatch_policies, dispatch_partitions, timestamptz) is 'The rows for a job in its partition as the next tick finds it: the job''s, which p_row begins, and those of its parts.';
 
 create or replace function dispatch_explain_staged(p_job dispatch_staged_jobs, p_now timestamptz)
 returns setof dispatch_explanation
@@ -202,23 +510,9 @@ stable
 set search_path from current
 as $$
 declare
-  v_ready_at constant timestamptz := greatest(p_job.eligible_at, p_now);
   v_policy dispatch_policies;
   v_partition dispatch_partitions;
-  v_claim dispatch_claim;
-  v_gate jsonb;
-  v_rate double precision;
-  v_before integer;
-  v_allowed integer;
-  v_buckets text[] := '{}';
-  v_row dispatch_explanation;
-  v_rows dispatch_explanation[] := '{}';
   v_job dispatch_explanation;
-  v_what text;
-  v_how text[] := '{}';
-  v_unknown text;
-  v_due_since timestamptz;
-  v_last_tick_at timestamptz;
 begin
   v_job.item := 'job';
   v_job.blocks := true;
@@ -239,118 +533,45 @@ begin
     return next v_job;
     return;
   end if;
-
-  v_before := case when p_job.eligible_at > p_now then dispatch_jobs_earlier(p_job) else dispatch_jobs_before(p_job, p_now) end;
-  v_rate := dispatch_admission_rate(v_policy, v_partition, p_now);
-  v_rows := array(select e from dispatch_explain_around(p_job, p_now) as e);
-
-  v_claim := dispatch_new_claim(v_policy, v_partition, 1);
-  v_claim.allowed := 2147483647;
-  v_claim := (dispatch_resolve(v_policy, array[v_claim], p_now))[1];
-  v_allowed := least(v_claim.allowed, v_policy.admission_batch_size);
-  for v_gate in select jsonb_array_elements(v_policy.gates) loop
-    v_row := dispatch_explain_gate(v_policy, v_gate, v_claim, v_before + 1, v_rate, p_now);
-    v_allowed := least(v_allowed, (v_row.numbers ->> 'allowed')::integer);
-    if v_row.gate_type = 'throttle' and v_row.reason is distinct from 'rate_zero' and v_claim.reason is null then
-      v_buckets := v_buckets || v_row.gate_name;
-    end if;
-    v_rows := v_rows || v_row;
-  end loop;
-  if v_policy.tick_admission_budget is not null then
-    v_row := dispatch_explain_budget(v_policy, p_job.partition_id, v_before + 1, v_allowed, p_now);
-    v_allowed := least(v_allowed, (v_row.numbers ->> 'allowed')::integer);
-    v_rows := v_rows || v_row;
-  end if;
-
-  -- What it waits for now: the first that holds it all by itself, then what holds it together with the jobs before it.
-  v_row := null;
-  select reason, since, message, gate_name
-  into v_row.reason, v_row.since, v_row.message, v_row.gate_name
-  from unnest(v_rows) with ordinality
-  where blocks and reason <> 'behind_others'
-  order by ordinality
-  limit 1;
-  v_job.reason := v_row.reason;
-  if found then
-    v_what := case when v_row.gate_name is not null then format('Gate %s: ', v_row.gate_name) else '' end || v_row.message;
-  elsif v_claim.reason is not null then
-    v_job.reason := split_part(v_claim.reason, ':', 1);
-    v_what := v_claim.reason;
-  elsif v_partition.due_at is null or v_partition.due_at > p_now then
-    v_job.reason := 'backoff';
-    v_what := format('No tick looks at its partition before %s, as the last one saw: %s. dispatch_resume() makes the next one look.',
-      coalesce(dispatch_say_time(v_partition.due_at), 'more jobs come'), coalesce(v_partition.blocked_reason, 'nothing to do'));
-  elsif v_before >= v_allowed then
-    v_job.reason := 'behind_others';
-    v_what := format('The next tick admits %s of its partition.', v_allowed);
-  elsif dispatch_due_before(v_policy, v_partition) >= v_policy.partition_batch_size then
-    v_job.reason := 'not_its_turn';
-    v_what := format('A tick looks at %s partitions, and more than those are due before this one.', v_policy.partition_batch_size);
-  else
-    v_job.blocks := false;
-    v_due_since := greatest(v_partition.due_at, p_job.eligible_at, p_job.staged_at);
-    v_last_tick_at := dispatch_last_tick_at(p_job.policy_name);
-    v_what := 'Nothing holds it: the next tick admits it.';
-    if v_due_since < p_now - interval '2 minutes' and coalesce(v_last_tick_at < p_now - interval '2 minutes', true) then
-      v_job.reason := 'no_tick';
-      v_what := v_what || format(' But nobody ticks: the last time was %s. Start a driver, or dispatch_tick() from cron.',
-        coalesce(dispatch_say_time(v_last_tick_at), 'never'));
-    end if;
-  end if;
-
-  v_unknown := case
-    when v_claim.reason is not null then 'the limits of its partition are not known'
-    else (
-      select case
-        when item = 'pause' then 'a pause ends by hand'
-        when item = 'queueing_lock' then 'it depends on when another job starts'
-        when item = 'budget' then 'other partitions have a part in the budget'
-        when reason in ('rate_zero', 'max_zero') then format('gate %s lets nothing pass', gate_name)
-        else format('how soon gate %s has room is not known, as its partition was admitted too little lately', gate_name)
-      end
-      from unnest(v_rows) with ordinality
-      where blocks
-        and estimated_at is null
-      order by ordinality
-      limit 1
-    )
-  end;
-  if v_unknown is null and v_partition.due_at < 'infinity' then
-    v_job.estimated_at := v_ready_at;
-    if v_buckets <> '{}' then
-      v_job.estimated_at := dispatch_foresee_tokens(p_job, v_claim, v_buckets, v_before, p_now);
-      if v_job.estimated_at > v_ready_at then
-        v_how := v_how || format('the tokens still to come at %s', array_to_string(v_buckets, ' and '));
-      end if;
-    end if;
-    for v_row in select * from unnest(v_rows) where item = 'gate' and gate_type <> 'throttle' and blocks loop
-      v_job.estimated_at := greatest(v_job.estimated_at, v_row.estimated_at);
-      v_how := v_how || format('%s jobs a second that its partition was admitted lately', trim_scale(round(v_rate::numeric, 3)));
-    end loop;
-    if v_job.reason is distinct from 'concurrency_full' and v_partition.due_at > v_job.estimated_at then
-      v_job.estimated_at := v_partition.due_at;
-      v_how := v_how || 'the next look'::text;
-    end if;
-  end if;
-
-  v_job.since := coalesce(v_row.since,
-    greatest(p_job.staged_at, least(p_job.eligible_at, p_now), case when v_partition.waiting_since <= p_now then v_partition.waiting_since end));
-  v_job.numbers := v_job.numbers || jsonb_build_object('place', v_before + 1, 'place_is_at_least', v_before = 10000,
-    'allowed', v_allowed, 'pending', v_partition.pending_count, 'in_flight', v_partition.in_flight_count, 'due_at', v_partition.due_at);
-  v_job.message := concat_ws(' ', v_what,
-    case when v_before = 10000 then 'At least 10000 of its partition go first.' else format('Place %s of its partition.', v_before + 1) end,
-    case
-      when not v_job.blocks then null
-      when v_job.estimated_at is null then 'No estimate' || coalesce(': ' || v_unknown, '') || '.'
-      when v_how = '{}' and p_job.eligible_at <= p_now then 'It goes as soon as ticks come to it.'
-      else format('%s %s, from %s.', case when v_before = 10000 then 'Not before' else 'About' end, dispatch_say_time(v_job.estimated_at),
-        coalesce(nullif(array_to_string(v_how, ' and '), ''), 'its schedule'))
-    end);
-  return next v_job;
-  return query select * from unnest(v_rows);
+  return query select * from dispatch_explain_waiting(v_job, p_job, v_policy, v_partition, p_now);
 end;
 $$;
 comment on function dispatch_explain_staged(dispatch_staged_jobs, timestamptz) is 'The rows of dispatch_explain() for a job that waits in a policy.';
+
+create or replace function dispatch_explain_queued(
+  p_row dispatch_explanation, p_state dispatch_job_state, p_scheduled_at timestamptz, p_lock text, p_now timestamptz
+)
+returns dispatch_explanation
+language plpgsql
+stable
+as $$
+declare
+  v_workers constant bigint := dispatch_workers_alive(p_now);
+  v_holder bigint;
+begin
+  select running_id into v_holder from dispatch_lock_holders(p_lock, null);
+  p_row.blocks := true;
+  p_row.since := p_state.admitted_at;
+  p_row.estimated_at := case when p_scheduled_at > p_now then p_scheduled_at end;
+  p_row.reason := case
+    when p_scheduled_at > p_now then 'scheduled'
+    when v_workers = 0 then 'no_worker'
+    when v_holder is not null then 'lock_held'
+    else 'queued'
+  end;
+  p_row.numbers := p_row.numbers || jsonb_build_object('workers', v_workers, 'lock_holder', v_holder);
+  p_row.message := case p_row.reason
+    when 'scheduled' then format('procrastinate runs it not before %s.', dispatch_say_time(p_scheduled_at))
+    when 'no_worker' then format('It waits for a worker in the queue %L, and no worker is alive.', p_state.queue_name)
+    when 'lock_held' then format('It waits in the queue %L until job %s ends, which runs under its lock %L.',
+      p_state.queue_name, v_holder, left(p_lock, 200))
+    else format('It waits for a worker in the queue %L; %s alive, for this queue or others.', p_state.queue_name,
+      case v_workers when 1 then '1 worker is' else v_workers || ' workers are' end)
+  end || coalesce(' Admitted at ' || dispatch_say_time(p_state.admitted_at) || '.', '');
+  return p_row;
+end;
+$$;
+comment on function dispatch_explain_queued(dispatch_explanation, dispatch_job_state, timestamptz, text, timestamptz) is 'The row of a job that procrastinate has and no worker has taken: what it waits for there.';
 
 create or replace function dispatch_explain_admitted(p_state dispatch_job_state, p_now timestamptz)
 returns dispatch_explanation
@@ -361,8 +582,6 @@ as $$
 declare
   v_stale_since constant timestamptz := p_now - dispatch_setting_span('inflight_stale_after');
   v_facts record;
-  v_holder bigint;
-  v_workers bigint;
   v_job dispatch_explanation;
 begin
   v_job.item := 'job';
@@ -374,26 +593,7 @@ begin
 
   case p_state.state
     when 'queued' then
-      select running_id into v_holder from dispatch_lock_holders(v_facts.lock, null);
-      v_workers := dispatch_workers_alive(p_now);
-      v_job.since := p_state.admitted_at;
-      v_job.estimated_at := case when v_facts.scheduled_at > p_now then v_facts.scheduled_at end;
-      v_job.reason := case
-        when v_facts.scheduled_at > p_now then 'scheduled'
-        when v_workers = 0 then 'no_worker'
-        when v_holder is not null then 'lock_held'
-        else 'queued'
-      end;
-      v_job.blocks := true;
-      v_job.numbers := v_job.numbers || jsonb_build_object('workers', v_workers, 'lock_holder', v_holder);
-      v_job.message := case v_job.reason
-        when 'scheduled' then format('procrastinate runs it not before %s.', dispatch_say_time(v_facts.scheduled_at))
-        when 'no_worker' then format('It waits for a worker in the queue %L, and no worker is alive.', p_state.queue_name)
-        when 'lock_held' then format('It waits in the queue %L until job %s ends, which runs under its lock %L.',
-          p_state.queue_name, v_holder, left(v_facts.lock, 200))
-        else format('It waits for a worker in the queue %L; %s alive, for this queue or others.', p_state.queue_name,
-          case v_workers when 1 then '1 worker is' else v_workers || ' workers are' end)
-      end || coalesce(' Admitted at ' || dispatch_say_time(p_state.admitted_at) || '.', '');
+      v_job := dispatch_explain_queued(v_job, p_state, v_facts.scheduled_at, v_facts.lock, p_now);
     when 'running' then
       v_job.since := v_facts.started_at;
       v_job.reason := case when coalesce(v_facts.worker_seen_at < v_stale_since, true) then 'worker_lost' else 'running' end;
