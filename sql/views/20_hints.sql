@@ -81,13 +81,10 @@ with limits as materialized (
   group by policy_name
 ), ticks as materialized (
   select
-    policies.policy_name, last_tick.at as last_at, recent.jobs, recent.failures, recent.seen, recent.longest_ms, recent.longest_at,
-    recent.first_failure_at, recent.shards
+    policies.policy_name, dispatch_last_tick_at(policies.policy_name) as last_at, recent.jobs, recent.failures, recent.seen,
+    recent.longest_ms, recent.longest_at, recent.first_failure_at, recent.shards
   from policies
   cross join limits
-  left join lateral (
-    select s.at from dispatch_tick_samples as s where s.policy_name = policies.policy_name order by s.at desc limit 1
-  ) as last_tick on true
   cross join lateral (
     select
       coalesce(sum(s.jobs_admitted), 0)::bigint as jobs,
