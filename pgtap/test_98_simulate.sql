@@ -1,6 +1,6 @@
 -- Simulations: what they count, from what they start, where they end, what they refuse, and that nothing of them stays.
 begin;
-select plan(62);
+select plan(64);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 
@@ -270,6 +270,16 @@ select results_eq(
      from dispatch_simulate('p', pg_temp.gates(pg_temp.throttle(60, 60, 60), pg_temp.cap(5)), '[{"key": "a", "jobs": 900, "every": 0.1}]') $$,
   $$ values (900::bigint, 900::bigint, 900::bigint, 5) $$,
   'a long one is carried over from part to part');
+select results_eq(
+  $$ select sum(staged), sum(admitted), sum(finished), max(in_flight)
+     from dispatch_simulate('p', pg_temp.gates(pg_temp.cap(800)), '[{"key": "a", "jobs": 1200}]') $$,
+  $$ values (1200::bigint, 1200::bigint, 1200::bigint, 800) $$,
+  'any number may come in at one moment');
+select results_eq(
+  $$ select sum(staged), sum(admitted), sum(finished), max(in_flight)
+     from dispatch_simulate('p', pg_temp.gates(), '[{"key": "a", "jobs": 1200, "every": 0.01}]', p_tick_every => '1 minute') $$,
+  $$ values (1200::bigint, 1200::bigint, 1200::bigint, 100) $$,
+  'and between two ticks');
 select is_empty($$ select * from dispatch_simulate('p', '{}', '[]') $$, 'no load, no rows');
 
 -- What it refuses.

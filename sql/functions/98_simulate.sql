@@ -523,7 +523,7 @@ as $$
 declare
   -- Ticks in one subtransaction: more, and they grow slow; fewer, and carrying over costs more, the more so the more wait.
   v_short constant integer := 100;
-  -- Jobs to come are put into the table so many at a time.
+  -- Jobs to come are put into the table so many at a time, and with them all that come in at the same moment.
   v_few constant integer := 1000;
   v_ids constant uuid[] := array(select distinct partition_id from unnest(p_jobs));
   v_now timestamptz := case
@@ -538,6 +538,7 @@ declare
   v_ticks integer := 0;
   v_ticks_here integer;
   v_came integer := 0;
+  v_upto integer;
   v_waiting integer := 0;
   v_open dispatch_simulated_jobs[] := '{}';
   v_staged dispatch_staged_jobs[] := '{}';
@@ -550,6 +551,11 @@ declare
 begin
   jobs := '{}';
   while v_now is not null loop
+    v_upto := (
+      select count(*) from unnest(p_jobs) as job
+      where job.next_at <= greatest(v_now, p_jobs[least(v_came + v_few, cardinality(p_jobs))].next_at)
+    );
+    v_beyond := p_jobs[v_upto + 1].next_at;
     begin
       insert into dispatch_policies select (p_scratch).*;
       insert into dispatch_partitions select * from unnest(v_partitions);
@@ -557,9 +563,8 @@ begin
       insert into dispatch_inflight_jobs select * from unnest(v_slots);
       insert into dispatch_staged_jobs select * from unnest(v_staged);
       insert into dispatch_inbox overriding system value select * from unnest(v_notes);
-      insert into dispatch_simulated_jobs select * from unnest(v_open || p_jobs[v_came + 1:v_came + v_few]);
+      insert into dispatch_simulated_jobs select * from unnest(v_open || p_jobs[v_came + 1:v_upto]);
 
-      v_beyond := p_jobs[v_came + v_few + 1].next_at;
       v_ticks_here := 0;
       loop
         perform set_config('dispatch.fake_now', to_jsonb(v_now at time zone 'UTC') #>> '{}' || '+00', true);
