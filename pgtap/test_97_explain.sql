@@ -1,6 +1,6 @@
 -- Why a job does not run. That it agrees with the tick is tried in tests/properties/test_explain.py.
 begin;
-select plan(56);
+select plan(57);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 set local timezone = 'UTC';
@@ -172,6 +172,9 @@ $$;
 select results_eq(
   $$select reason, estimated_at, (numbers ->> 'place')::integer from dispatch_explain(pg_temp.id('later')) where item = 'job'$$,
   $$values ('scheduled', '2026-01-01 01:00:00+00'::timestamptz, 3)$$, 'a job waits for its schedule, behind what may go before');
+do $$ begin perform pg_temp.at(60); end; $$;
+select is((pg_temp.row(pg_temp.id('later'))).since, '2026-01-01 00:00:00+00', 'since it was staged');
+do $$ begin perform pg_temp.at(0); end; $$;
 select is((pg_temp.row(pg_temp.id('later'), 'schedule')).numbers ->> 'eligible_at', '2026-01-01T01:00:00+00:00', 'which has a row of its own');
 select is((pg_temp.row(pg_temp.id('locked'))).blocks, false, 'a lock that is free holds nothing');
 insert into procrastinate_jobs (queue_name, task_name, lock, queueing_lock, status) values ('default', 'stranger', 'l', null, 'doing');

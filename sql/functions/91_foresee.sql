@@ -332,10 +332,15 @@ begin
     v_times := v_times || ((p_claim).gate_state -> v_gate ->> 'at')::numeric;
   end loop;
 
-  -- A single bucket never runs over while jobs wait for it, so its tokens come evenly.
+  -- A single bucket never runs over while jobs wait for it, so its tokens come evenly. Only one that holds a single token loses
+  -- what a microsecond's rounding up leaves beside it.
   if cardinality(p_gates) = 1 then
-    v_next := dispatch_seconds_to_token(
-      dispatch_refill(v_tokens[1], v_now - v_times[1], v_rates[1], v_pers[1], v_capacities[1]) - (p_jobs - 1), v_rates[1], v_pers[1]);
+    v_tokens[1] := dispatch_refill(v_tokens[1], v_now - v_times[1], v_rates[1], v_pers[1], v_capacities[1]);
+    v_next := case
+      when v_capacities[1] = 1 then
+        dispatch_seconds_to_token(v_tokens[1], v_rates[1], v_pers[1]) + (p_jobs - 1) * dispatch_seconds_to_token(0, v_rates[1], v_pers[1])
+      else dispatch_seconds_to_token(v_tokens[1] - (p_jobs - 1), v_rates[1], v_pers[1])
+    end;
     v_now := v_now + v_next + case when v_next > 0 then greatest(v_times[1] - v_now, 0) else 0 end;
   else
     for v_step in 1 .. v_steps loop

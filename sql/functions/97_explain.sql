@@ -486,8 +486,6 @@ begin
     select estimated_at, sources
     into p_row.estimated_at, v_sources
     from dispatch_estimate(p_job, p_partition, v_claim, v_parts, v_hold.reason, v_before, v_rate, p_now);
-    -- With a time that it goes at, it is told since when it waits for its turn, whatever holds it.
-    v_hold.since := null;
   end if;
 
   p_row.blocks := v_hold.blocks;

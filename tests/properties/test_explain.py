@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import psycopg
-from hypothesis import given, note
+from hypothesis import example, given, note
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, run_state_machine_as_test
 
@@ -103,6 +103,13 @@ def simulate(db: Database) -> dict[int, datetime]:
     pause=st.sampled_from([0, 0.3, 1, 10, 100]),
     jobs=JOBS,
     batch=st.sampled_from([100, 1]),
+)
+@example(  # a bucket of one token loses what a rounded time leaves beside it
+    throttles=[{"rate": 7, "per": 1, "burst": 1}],
+    before=1,
+    pause=0,
+    jobs=[{"priority": 0}] * 12,
+    batch=100,
 )
 @tries(40)
 def test_behind_throttles_a_job_goes_when_it_was_said(
