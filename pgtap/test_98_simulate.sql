@@ -1,6 +1,6 @@
 -- Simulations: what they count, from what they start, where they end, what they refuse, and that nothing of them stays.
 begin;
-select plan(64);
+select plan(65);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 
@@ -313,7 +313,13 @@ select throws_ok($$ select * from dispatch_simulate('q', p_tick_every => '-1 s')
 
 -- Nothing stays.
 
-create temporary table before on commit drop as select pg_temp.everything() as everything, current_setting('dispatch.fake_now') as fake_now;
+create function pg_temp.settings()
+returns text
+language sql
+return (select string_agg(name || '=' || setting, e'\n' order by name) from pg_settings);
+
+create temporary table before on commit drop as
+select pg_temp.everything() as everything, current_setting('dispatch.fake_now') as fake_now, pg_temp.settings() as settings;
 do $$
 begin
   perform * from dispatch_simulate('q');
@@ -323,6 +329,7 @@ end;
 $$;
 select is(pg_temp.everything(), (select everything from before), 'every table is as it was');
 select is(current_setting('dispatch.fake_now'), (select fake_now from before), 'so is the clock');
+select is(pg_temp.settings(), (select settings from before), 'and every setting of the session');
 set local dispatch.fake_now = '';
 do $$ begin perform * from dispatch_simulate('q', pg_temp.gates(), '[{"key": "b", "jobs": 9}]'); end; $$;
 select is(current_setting('dispatch.fake_now'), '', 'also where it was not stopped');
