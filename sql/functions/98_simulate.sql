@@ -368,6 +368,7 @@ declare
   v_until constant timestamptz := p_jobs[cardinality(p_jobs)].next_at + p_horizon;
   v_now timestamptz := dispatch_grid(p_start, p_jobs[1].next_at, p_tick_every);
   v_next timestamptz;
+  v_last_at timestamptz;
   v_beyond timestamptz;
   v_moment record;
   v_upcoming record;
@@ -386,10 +387,8 @@ declare
 begin
   ended_at := '-infinity';
   while v_now is not null loop
-    v_upto := (
-      select count(*) from unnest(p_jobs) as job
-      where job.next_at <= greatest(v_now, p_jobs[least(v_came + v_few, cardinality(p_jobs))].next_at)
-    );
+    v_last_at := greatest(v_now, p_jobs[least(v_came + v_few, cardinality(p_jobs))].next_at);
+    v_upto := (select count(*) from unnest(p_jobs) as job where job.next_at <= v_last_at);
     v_beyond := p_jobs[v_upto + 1].next_at;
     v_enough := v_ticks + greatest(v_short, cardinality(v_staged) / 20);
     -- What is written is written in this block, and it ends with an error, always: all is rolled back, but for the variables.
