@@ -1,6 +1,6 @@
 -- Simulations: what they count, from what they start, where they end, what they refuse, and that nothing of them stays.
 begin;
-select plan(65);
+select plan(66);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 
@@ -292,6 +292,7 @@ select throws_ok($$ execute simulate_load('[{}, {"job": 1}]') $$, 'PD009',
 select throws_ok($$ execute simulate_load('[{"jobs": 0}]') $$, 'PD009',
   'invalid load: load[0].jobs must be a whole number between 1 and 1000000');
 select throws_ok($$ execute simulate_load('[{"jobs": 1.5}]') $$, 'PD009', null, 'half a job');
+select lives_ok($$ execute simulate_load('[{"key": "a", "jobs": 2.0, "priority": 1.0}]') $$, 'a whole number may be written as a decimal');
 select throws_ok($$ execute simulate_load('[{"every": "1 s"}]') $$, 'PD009', null, 'a time that is no number');
 select throws_ok($$ execute simulate_load('[{"start": -1}]') $$, 'PD009', null, 'a start before the start');
 select throws_ok($$ execute simulate_load('[{"service_time": 0}]') $$, 'PD009', null, 'no service time');

@@ -163,7 +163,7 @@ begin
     select row(
       p_scratch.policy_name, 0, came_at, came_at, null, null,
       coalesce(make_interval(secs => (entry ->> 'service_time')::double precision), p_service_time),
-      coalesce((entry ->> 'priority')::integer, 0), 0,
+      coalesce((entry ->> 'priority')::numeric::integer, 0), 0,
       dispatch_simulated_partition(p_scratch.policy_name, p_policy, partition_key), partition_key, context
     )::dispatch_simulated_jobs
     from (
@@ -176,7 +176,7 @@ begin
         n,
         p_start + make_interval(secs => (coalesce((entry ->> 'start')::numeric, 0) + n * coalesce((entry ->> 'every')::numeric, 0))::double precision)
           as came_at
-      from generate_series(0, least(coalesce((entry ->> 'jobs')::integer, 1), p_limit) - 1) as n
+      from generate_series(0, least(coalesce((entry ->> 'jobs')::numeric::integer, 1), p_limit) - 1) as n
     ) as coming
     order by came_at, ordinality, n
     limit p_limit
@@ -193,7 +193,7 @@ parallel safe
 begin atomic
   select format('the last %s of %s jobs', jobs - p_taken, jobs)
   from (
-    select sum(coalesce((entry ->> 'jobs')::bigint, 1)) as jobs from jsonb_array_elements(p_load) as entry
+    select sum(coalesce((entry ->> 'jobs')::numeric::bigint, 1)) as jobs from jsonb_array_elements(p_load) as entry
   ) as load
   where jobs > p_taken;
 end;
