@@ -1,6 +1,6 @@
 -- Staging: keys, contexts, ids, locks, schedules; a bad job costs its batch and nothing else.
 begin;
-select plan(139);
+select plan(148);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 set local client_min_messages = error; -- shards that are finer than partitions
@@ -126,6 +126,12 @@ from (values
   ('{a,a.b}', '{"a": {"b": 1, "c": 2}}', 'in any order'),
   ('{a.b,d,e}', '{"a": {"b": 1}, "d": 3}', 'of several paths, those that are there')
 ) as parts (paths, part, sentence);
+select is(dispatch_named_part('{"a": [[1, 2], {"b": 3}]}', paths), part::jsonb, sentence)
+from (values
+  ('{a,a.0,a.1.b}'::text[], '{"a": [[1, 2], {"b": 3}]}', 'an array that is named whole and in parts stays whole'),
+  ('{a.0.1,a}', '{"a": [[1, 2], {"b": 3}]}', 'in any order'),
+  ('{a.0.1,a.1}', '{"a": {"0": {"1": 2}, "1": {"b": 3}}}', 'of one that is named in parts alone the parts are found by the same paths')
+) as parts (paths, part, sentence);
 
 do $$ begin
   perform dispatch_stage_many('by_plan', '[
@@ -250,12 +256,14 @@ from (values
   ('{"task_name": "t", "priority": 1.5}', 'priority must be a whole number between -2147483647 and 2147483647', 'a priority is a whole number'),
   ('{"task_name": "t", "priority": 2147483648}', 'priority must be a whole number between -2147483647 and 2147483647', 'a priority fits an integer'),
   ('{"task_name": "t", "priority": 1e400}', 'priority must be a whole number between -2147483647 and 2147483647', 'an enormous priority is refused as such'),
-  ('{"task_name": "t", "scheduled_at": 7}', 'scheduled_at must be an ISO 8601 time with its offset from UTC, like "2030-01-31T12:00:00+00:00"', 'a schedule is no number'),
-  ('{"task_name": "t", "scheduled_at": "tomorrow"}', 'scheduled_at must be an ISO 8601 time with its offset from UTC, like "2030-01-31T12:00:00+00:00"', 'a schedule is a time'),
-  ('{"task_name": "t", "scheduled_at": "infinity"}', 'scheduled_at must be an ISO 8601 time with its offset from UTC, like "2030-01-31T12:00:00+00:00"', 'a schedule is not infinite'),
-  ('{"task_name": "t", "scheduled_at": "2030-01-31T12:00:00"}', 'scheduled_at must be an ISO 8601 time with its offset from UTC, like "2030-01-31T12:00:00+00:00"', 'a schedule without an offset is refused, for it depends on the reader'),
-  ('{"task_name": "t", "scheduled_at": "2030-02-31T12:00:00Z"}', 'scheduled_at must be an ISO 8601 time with its offset from UTC, like "2030-01-31T12:00:00+00:00"', 'a schedule is a day of the calendar'),
-  ('{"task_name": "t", "scheduled_at": "99999999-01-01T00:00:00Z"}', 'scheduled_at must be an ISO 8601 time with its offset from UTC, like "2030-01-31T12:00:00+00:00"', 'a schedule is a time that the database can hold')
+  ('{"task_name": "t", "scheduled_at": 7}', 'scheduled_at must be an ISO 8601 time with its offset from UTC, of the years 1 to 9999, like "2030-01-31T12:00:00+00:00"', 'a schedule is no number'),
+  ('{"task_name": "t", "scheduled_at": "tomorrow"}', 'scheduled_at must be an ISO 8601 time with its offset from UTC, of the years 1 to 9999, like "2030-01-31T12:00:00+00:00"', 'a schedule is a time'),
+  ('{"task_name": "t", "scheduled_at": "infinity"}', 'scheduled_at must be an ISO 8601 time with its offset from UTC, of the years 1 to 9999, like "2030-01-31T12:00:00+00:00"', 'a schedule is not infinite'),
+  ('{"task_name": "t", "scheduled_at": "2030-01-31T12:00:00"}', 'scheduled_at must be an ISO 8601 time with its offset from UTC, of the years 1 to 9999, like "2030-01-31T12:00:00+00:00"', 'a schedule without an offset is refused, for it depends on the reader'),
+  ('{"task_name": "t", "scheduled_at": "2030-02-31T12:00:00Z"}', 'scheduled_at must be an ISO 8601 time with its offset from UTC, of the years 1 to 9999, like "2030-01-31T12:00:00+00:00"', 'a schedule is a day of the calendar'),
+  ('{"task_name": "t", "scheduled_at": "99999999-01-01T00:00:00Z"}', 'scheduled_at must be an ISO 8601 time with its offset from UTC, of the years 1 to 9999, like "2030-01-31T12:00:00+00:00"', 'a schedule is a time that the database can hold'),
+  ('{"task_name": "t", "scheduled_at": "0001-01-01T00:00:00+14:00"}', 'scheduled_at must be an ISO 8601 time with its offset from UTC, of the years 1 to 9999, like "2030-01-31T12:00:00+00:00"', 'a schedule does not lie before our era, where no client could read it'),
+  ('{"task_name": "t", "scheduled_at": "10000-01-01T00:00:00Z"}', 'scheduled_at must be an ISO 8601 time with its offset from UTC, of the years 1 to 9999, like "2030-01-31T12:00:00+00:00"', 'nor in the year 10000')
 ) as bad (bad, problem, sentence);
 
 select is(
@@ -273,7 +281,10 @@ from (values
   ($$'t', p_queue_name => ''$$, 'queue_name must be a string of 1 to 40 bytes', 'a queue without a name'),
   ($$'t', p_queue_name => repeat('ä', 21)$$, 'queue_name must be a string of 1 to 40 bytes', 'a queue with too long a name'),
   ($$'t', p_priority => -2147483648$$, 'priority must be a whole number between -2147483647 and 2147483647', 'the priority of parked jobs'),
-  ($$'t', p_scheduled_at => 'infinity'$$, 'scheduled_at must be an ISO 8601 time with its offset from UTC, like "2030-01-31T12:00:00+00:00"', 'a schedule that never comes')
+  ($$'t', p_scheduled_at => 'infinity'$$, 'scheduled_at must be an ISO 8601 time with its offset from UTC, of the years 1 to 9999, like "2030-01-31T12:00:00+00:00"', 'a schedule that never comes'),
+  ($$'t', p_scheduled_at => '-infinity'$$, 'scheduled_at must be an ISO 8601 time with its offset from UTC, of the years 1 to 9999, like "2030-01-31T12:00:00+00:00"', 'a schedule that always was'),
+  ($$'t', p_scheduled_at => '0044-03-15 12:00+00 BC'$$, 'scheduled_at must be an ISO 8601 time with its offset from UTC, of the years 1 to 9999, like "2030-01-31T12:00:00+00:00"', 'a schedule before our era'),
+  ($$'t', p_scheduled_at => '10000-01-01 00:00+00'$$, 'scheduled_at must be an ISO 8601 time with its offset from UTC, of the years 1 to 9999, like "2030-01-31T12:00:00+00:00"', 'a schedule in the year 10000')
 ) as bad (arguments, problem, sentence);
 select throws_ok($$select dispatch_stage('no_such', 't')$$, 'PD001', 'unknown policy ''no_such''', 'an unknown policy takes no job');
 select throws_ok($$select dispatch_stage_many('no_such', '[]')$$, 'PD001', 'unknown policy ''no_such''', 'nor an empty batch');
@@ -288,7 +299,8 @@ from (values
   ('2030-01-31T12:00:00Z', '2030-01-31 12:00+00'),
   ('2030-01-31 12:00:00.123456+05:30', '2030-01-31 06:30:00.123456+00'),
   ('2030-01-31t12:00-0800', '2030-01-31 20:00+00'),
-  ('0001-01-01T00:00:00+00:00', '0001-01-01 00:00+00')
+  ('0001-01-01T00:00:00+00:00', '0001-01-01 00:00+00'),
+  ('9999-12-31T23:59:59.999999+00:00', '9999-12-31 23:59:59.999999+00')
 ) as times (given, meant);
 
 -- Queueing locks ------------------------------------------------------------------------------------

@@ -2,23 +2,34 @@
 -- Invariant: no enqueuer takes a lock that a tick, the sweep or another enqueuer holds until it commits
 -- (but for two jobs with one queueing lock: uniqueness has to wait).
 
+create or replace function dispatch_has_plain_year(p_time timestamptz)
+returns boolean
+language sql
+immutable
+parallel safe
+return p_time >= '0001-01-01 00:00:00+00' and p_time < '10000-01-01 00:00:00+00';
+comment on function dispatch_has_plain_year(timestamptz) is 'Is a time of the years 1 to 9999, UTC, as every client can read it? Workers, drivers and dashboards would stumble over others.';
+
 create or replace function dispatch_parse_time(p_text text)
 returns timestamptz
 language plpgsql
 stable
 strict
 as $$
+declare
+  v_time timestamptz;
 begin
   if p_text !~* '^[0-9]{4,}-[0-9]{2}-[0-9]{2}[t ][0-9]{2}:[0-9]{2}(:[0-9]{2}([.][0-9]+)?)? *(z|[+-][0-9]{2}(:?[0-9]{2})?)$' then
     return null;
   end if;
-  return p_text::timestamptz;
+  v_time := p_text;
+  return case when dispatch_has_plain_year(v_time) then v_time end;
 exception
   when data_exception then
     return null;
 end;
 $$;
-comment on function dispatch_parse_time(text) is 'An ISO 8601 time with its offset from UTC; null when the text is anything else.';
+comment on function dispatch_parse_time(text) is 'An ISO 8601 time with its offset from UTC, of the years 1 to 9999; null when the text is anything else.';
 
 create or replace function dispatch_job_problem(p_job jsonb)
 returns text
@@ -56,7 +67,7 @@ begin
       then 'priority must be a whole number between -2147483647 and 2147483647'
     when jsonb_typeof(p_job -> 'scheduled_at') not in ('string', 'null')
       or (p_job ->> 'scheduled_at' is not null and dispatch_parse_time(p_job ->> 'scheduled_at') is null)
-      then 'scheduled_at must be an ISO 8601 time with its offset from UTC, like "2030-01-31T12:00:00+00:00"'
+      then 'scheduled_at must be an ISO 8601 time with its offset from UTC, of the years 1 to 9999, like "2030-01-31T12:00:00+00:00"'
   end;
 end;
 $$;
@@ -122,7 +133,8 @@ begin
     v_value := p_args #> v_path;
     if v_value is not null and cardinality(v_path) = 1 then
       v_part := v_part || jsonb_build_object(v_dotted, v_value);
-    elsif v_value is not null then
+    -- Part of what another path kept already: an array stays one.
+    elsif v_value is not null and v_part #> v_path is distinct from v_value then
       for v_depth in 1 .. cardinality(v_path) - 1 loop
         if jsonb_typeof(v_part #> v_path[:v_depth]) is distinct from 'object' then
           v_part := jsonb_set(v_part, v_path[:v_depth], '{}');
@@ -285,7 +297,7 @@ begin
       and coalesce(jsonb_typeof(p_context), 'object') = 'object'
       and coalesce(octet_length(p_queue_name), 1) between 1 and 40
       and p_priority > -2147483648
-      and coalesce(isfinite(p_scheduled_at), true)
+      and coalesce(dispatch_has_plain_year(p_scheduled_at), true)
     ) is true
   then
     return (
