@@ -1,6 +1,6 @@
 -- Settling: what was handed off is written down and paid for, all of it together, and nothing else is.
 begin;
-select plan(69);
+select plan(72);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 
@@ -155,6 +155,27 @@ from ids, dispatch_settle(
 select lives_ok('set constraints all immediate', 'a settled hand-off can be committed');
 set constraints all deferred;
 select throws_ok(pg_temp.settle(ids), 'PD008', null, 'a hand-off is settled once') from ids;
+-- Within its own transaction nothing keeps a driver from a job that it has admitted already.
+do $$
+begin
+  perform pg_temp.define('twice', '[{"type": "concurrency", "max": 1}]');
+  perform pg_temp.stage('twice', 'a', 1);
+end;
+$$;
+create temporary table twice as
+select handoff_id, id from dispatch_admit('twice')
+union all
+select handoff_id, id from dispatch_admit('twice');
+create function pg_temp.settle_twice(p_handoff_id bigint)
+returns text
+language sql
+return (select format('select dispatch_settle(%s, array[%s], array[%s], array[null])', handoff_id, id, 910000 + handoff_id) from twice where handoff_id = p_handoff_id);
+select is((select array[count(*), count(distinct id)] from twice), '{2,1}', 'a driver that admits twice is given the same job twice');
+select lives_ok(pg_temp.settle_twice(min(handoff_id)), 'it may hand it off once') from twice;
+select throws_ok(pg_temp.settle_twice(max(handoff_id)), 'PD008', 'jobs of policy ''twice'' that were handed off are not staged any more',
+  'and not a second time') from twice;
+delete from dispatch_handoffs where policy_name = 'twice';
+
 select is(
   (select array[partitions_seen, partitions_admitted, partitions_denied, jobs_admitted, handoff_failures] from settled), '{1,1,0,1,1}',
   'settling tells what a tick tells');

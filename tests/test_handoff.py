@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psycopg
@@ -14,6 +15,7 @@ from psycopg.rows import dict_row
 from psycopg.types.json import Jsonb
 
 from pydispatch import Dispatch, errors
+from tests.support import wait_for
 
 UTC = datetime.timezone.utc
 
@@ -235,6 +237,24 @@ def test_a_queueing_lock_in_an_open_transaction_holds_nobody_up(conn, connect, t
     (result,) = tick(conn, "p")
     assert (result["jobs_admitted"], result["handoff_failures"]) == (1, 0)
     assert count(conn, "dispatch_staged_jobs") == 1
+
+
+def test_whoever_holds_the_whole_table_is_waited_for_once(conn, connect, admin, tick):
+    define(conn)
+    stage(conn, *({"args": {"k": number}} for number in range(30)))
+    stranger = connect(autocommit=False)
+    stranger.execute("lock table procrastinate_jobs in share mode")
+    with ThreadPoolExecutor() as executor:
+        ticking = executor.submit(tick, conn, "p")
+        # One statement waits, and longer than the hand-off lets any lock be waited for.
+        waits = (
+            "select pid from pg_stat_activity where pid = %s and wait_event_type = 'Lock'"
+            " and clock_timestamp() - query_start > '400 ms'"
+        )
+        wait_for(lambda: admin.execute(waits, [conn.info.backend_pid]).fetchone(), timeout=5)
+        stranger.rollback()
+        (result,) = ticking.result()
+    assert result["jobs_admitted"] == 30
 
 
 def test_one_policy_that_fails_stops_no_other(conn, tick):

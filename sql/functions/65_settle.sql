@@ -41,6 +41,7 @@ set jit = off
 as $$
 declare
   v_observed constant boolean := dispatch_adapts(p_policy.gates);
+  v_written integer;
 begin
   with handed as materialized (
     select s.ctid as place, s.id, o.job_id, s.job_id is not null as was_parked, s.partition_id, s.staged_at, s.policy_name,
@@ -53,22 +54,29 @@ begin
   ), gone as (
     delete from dispatch_staged_jobs
     where ctid = any (array(select place from handed))
-  ), slots as (
-    insert into dispatch_inflight_jobs (job_id, staged_id, partition_id, admitted_at, policy_name, partition_key, observed)
-    select job_id, id, partition_id, p_now, policy_name, partition_key, v_observed
-    from handed
   ), admitted_again as (
     update dispatch_admissions
     set admitted_at = p_now
     where staged_id = any (array(select id from handed where was_parked))
+  ), admitted as (
+    insert into dispatch_admissions (staged_id, job_id, partition_id, staged_at, admitted_at, policy_name, partition_key, context)
+    select id, job_id, partition_id, staged_at, p_now, policy_name, partition_key, context
+    from handed
+    where not was_parked
   )
-  insert into dispatch_admissions (staged_id, job_id, partition_id, staged_at, admitted_at, policy_name, partition_key, context)
-  select id, job_id, partition_id, staged_at, p_now, policy_name, partition_key, context
-  from handed
-  where not was_parked;
+  insert into dispatch_inflight_jobs (job_id, staged_id, partition_id, admitted_at, policy_name, partition_key, observed)
+  select job_id, id, partition_id, p_now, policy_name, partition_key, v_observed
+  from handed;
+
+  -- Nobody else can take a job that is locked, but whoever shares the transaction can: admit twice before settling, or cancel.
+  get diagnostics v_written = row_count;
+  if v_written <> (select count(o.job_id) from unnest(p_outcomes) as o) then
+    perform dispatch_raise('PD008', format('jobs of policy %L that were handed off are not staged any more', p_policy.policy_name), null,
+      'Settle a hand-off before the same transaction admits, ticks or cancels in its policy again.');
+  end if;
 end;
 $$;
-comment on function dispatch_write_handed(dispatch_policies, dispatch_outcome[], timestamptz) is 'Jobs that were handed off leave dispatch_staged_jobs and take their slots.';
+comment on function dispatch_write_handed(dispatch_policies, dispatch_outcome[], timestamptz) is 'Jobs that were handed off leave dispatch_staged_jobs and take their slots. Raises PD008 when one of them is not staged.';
 
 create or replace function dispatch_write_failed(p_outcomes dispatch_outcome[], p_now timestamptz)
 returns void
@@ -313,6 +321,9 @@ declare
   v_handoff dispatch_handoffs := dispatch_decide(v_policy, p_shard);
   v_nothing dispatch_payload;
 begin
+  if v_handoff.staged_ids <> '{}' then
+    perform dispatch_await_queue();
+  end if;
   if cardinality(v_handoff.staged_ids) = cardinality(v_handoff.parked_ids) then
     v_nothing.tick := dispatch_settle_outcomes(v_policy, v_handoff, dispatch_release(v_handoff.parked_ids));
     return next v_nothing;

@@ -156,6 +156,17 @@ end;
 $$;
 comment on function dispatch_release(bigint[]) is 'Brings parked retries back into procrastinate''s queue, and wakes its workers. A row that somebody holds, or whose queueing lock is taken, is left for later.';
 
+create or replace function dispatch_await_queue()
+returns void
+language plpgsql
+set search_path from current
+as $$
+begin
+  lock table procrastinate_jobs in row exclusive mode;
+end;
+$$;
+comment on function dispatch_await_queue() is 'Waits for whoever alters procrastinate''s table or indexes it, before a hand-off, in which a lock that is not free soon counts as held by another job.';
+
 create or replace function dispatch_hand_off(p_ids bigint[], p_parked_ids bigint[])
 returns dispatch_outcome[]
 language plpgsql
