@@ -19,12 +19,12 @@ from pydispatch import (
     cli_look,  # noqa: F401  # registers its commands
     cli_operate,  # noqa: F401
     cli_simulate,  # noqa: F401
-    cli_web,  # noqa: F401
 )
 from pydispatch import migrate as migrations
 from pydispatch.cli_command import app, command, query, show
 from pydispatch.cli_output import print_json, print_line, print_rows
 from pydispatch.cli_session import Session
+from pydispatch.cli_web import web
 from pydispatch.driver import Driver
 from pydispatch.handoff import Handoff
 
@@ -78,7 +78,7 @@ def uninstall(
     session: Session,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Also while jobs are staged. They are lost.")
+        bool, typer.Option("--force", help="Also while jobs are staged or dead. They are lost.")
     ] = False,
 ) -> None:
     """Drop everything that migrate made, and leave procrastinate as it was."""
@@ -158,6 +158,9 @@ def run(
         sync=not no_sync,
     )
     asyncio.run(driver.run())
+
+
+command()(web)
 
 
 # -- trying

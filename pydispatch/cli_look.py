@@ -124,7 +124,7 @@ def top(
         bool, typer.Option("--once", help="Print one page, as without a terminal.")
     ] = False,
 ) -> None:
-    """Watch policies and their busiest and most held partitions; q ends it."""
+    """Watch policies, where most jobs wait and what was last admitted; q ends it."""
     console = screen()
     if session.json:
         found = _look(session, policy, _LINES)

@@ -150,9 +150,10 @@ def sweep(session: Session) -> None:
 @command(panel=_PANEL)
 def settings(
     session: Session,
-    name: Annotated[str | None, typer.Argument(help="This setting only.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="This setting only.")] = None,
     value: Annotated[
-        str | None, typer.Argument(help='Give it this value; "default" takes it back.')
+        str | None,
+        typer.Argument(metavar="VALUE", help='Give it this value; "default" takes it back.'),
     ] = None,
 ) -> None:
     """Show the settings, or change one."""

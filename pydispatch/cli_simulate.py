@@ -84,18 +84,26 @@ def simulate(
     service_time: Annotated[
         str | None,
         typer.Option(
-            metavar="TIME", help="From a job's admission to its finish. Default: the usual."
+            metavar="TIME",
+            help="From a job's admission to its finish. Default: the median of recent jobs.",
         ),
     ] = None,
     tick_every: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="Tick so often. Default: when it is worth it."),
+        typer.Option(
+            metavar="TIME",
+            help="Between two ticks, as from cron. Default: tick when something happens, as a "
+            "driver does.",
+        ),
     ] = None,
     groups: Annotated[
-        int, typer.Option(min=1, max=100, help="Show so many partitions by themselves.")
+        int,
+        typer.Option(
+            min=1, max=100, help="How many partitions to show by themselves: those with most jobs."
+        ),
     ] = 5,
     max_jobs: Annotated[
-        int, typer.Option(min=1, max=100_000, help="Simulate so many jobs at most.")
+        int, typer.Option(min=1, max=100_000, help="How many jobs to simulate at most.")
     ] = 10_000,
 ) -> None:
     """Show what another definition would admit, beside the one in force; change nothing.
@@ -115,7 +123,8 @@ def simulate(
         known, since, until = _known(connection, policy, timedelta(0) if load else span)
         if known is None and (given is None or jobs is None):
             raise errors.UnknownPolicy(
-                f"unknown policy {policy!r}", hint="With --definition and --load it may be."
+                f"unknown policy {policy!r}",
+                hint="One that is not defined yet needs both --definition and --load.",
             )
         changed = _changed(known if given is None else given, set_ or [])
         runs = []

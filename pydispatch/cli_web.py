@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pydispatch.cli_command import command
 from pydispatch.cli_session import Session
 from pydispatch.errors import DispatchError
 
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["web", "web_app"]
 
 
-@command()
 def web(
     session: Session,
     host: Annotated[str, typer.Option(help="Listen on this address.")] = "127.0.0.1",
