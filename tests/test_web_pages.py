@@ -83,7 +83,7 @@ async def test_the_overview_shows_totals_capacity_charts_hints_and_policies(dsn,
     assert "1 partition is paused" in hints.text
     assert f"{PREFIX}/policy?name=calls" in hints.links()
     assert f"{PREFIX}/partitions/{partition_id(scene, 'calls', 'acme')}" in hints.links()
-    assert "Waiting4" in page.id("totals").text
+    assert "Waiting41 or more scheduled for later" in page.id("totals").text
     assert "2 of 2 slots" in page.id("capacity").text
     assert "0 alive" in page.id("capacity").text
     assert "none takes jobs" in page.id("capacity").text
@@ -109,6 +109,8 @@ async def test_a_policy_shows_its_numbers_its_partitions_its_denials_and_its_def
     async with browsing(dsn) as browser:
         page = await browser.get("/policy?name=calls")
         adaptive = await browser.get("/policy?name=learns")
+    assert "Waiting41 or more scheduled for later" in page.text
+    assert "Waiting0as of the last tick" in adaptive.text
     assert page.id("partitions").cells()[0][:4] == ["acme", "all slots taken", "3", "2"]
     assert page.id("denials").cells()[0][:2] == ["all slots taken concurrency_full", "1"]
     assert page.id("definition").cells() == [
