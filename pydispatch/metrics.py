@@ -196,8 +196,8 @@ class Collector(_Collector):
                 found = []
                 # A psycopg error says all there is; any other is a fault in what gives connections.
                 unforeseen = not isinstance(error, psycopg.Error)
-                logger.warning("the database did not answer: %s", error, exc_info=unforeseen)
-            yield _gauge(UP, bool(found))
+                logger.warning("the database gave no metrics: %s", error, exc_info=unforeseen)
+            yield _gauge(UP, 1 if found else 0)
             yield _gauge(SCRAPE_SECONDS, time.monotonic() - started)
             failures = CounterMetricFamily(SCRAPE_ERRORS.name, SCRAPE_ERRORS.help)
             failures.add_metric([], self._errors)
