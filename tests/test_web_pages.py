@@ -607,7 +607,7 @@ async def test_times_without_end_are_shown(dsn, scene):
     scene.execute(
         """
         select dispatch_stage('calls', 'call', '{"tenant": "far"}',
-          p_scheduled_at => '200000-01-01 UTC')
+          p_scheduled_at => '9999-12-31 UTC')
         """
     )
     async with browsing(dsn) as browser:
