@@ -185,7 +185,7 @@ end;
 $$;
 comment on function dispatch_write_partitions(dispatch_policies, dispatch_claim[], integer[], timestamptz[], timestamptz) is 'Writes the claimed partitions, each once: counters, gate state, and when to look again.';
 
-create or replace function dispatch_next_eligible(p_claims dispatch_claim[])
+create or replace function dispatch_next_eligible(p_claims dispatch_claim[], p_jobs integer[], p_ordinals integer[], p_now timestamptz)
 returns timestamptz[]
 language plpgsql
 stable
@@ -200,13 +200,21 @@ set enable_sort = off
 as $$
 begin
   return array(
-    select (select s.eligible_at from dispatch_staged_jobs as s where s.partition_id = c.partition_id order by s.eligible_at limit 1)
+    select case
+      -- Allowed and not taken: another transaction has cancelled them and is still open. At once would be again and again.
+      when next.eligible_at <= p_now and p_jobs[c.ordinal] = 0 and c.reason is null and c.ordinal <> all (p_ordinals) then
+        p_now + interval '100 milliseconds'
+      else next.eligible_at
+    end
     from unnest(p_claims) as c
+    left join lateral (
+      select s.eligible_at from dispatch_staged_jobs as s where s.partition_id = c.partition_id order by s.eligible_at limit 1
+    ) as next on true
     order by c.ordinal
   );
 end;
 $$;
-comment on function dispatch_next_eligible(dispatch_claim[]) is 'When the next waiting job of each claim is eligible (-infinity: at once); null where none waits.';
+comment on function dispatch_next_eligible(dispatch_claim[], integer[], integer[], timestamptz) is 'When the next waiting job of each claim may go, once p_jobs (by ordinal) were handed off of those picked (p_ordinals), -infinity: at once; null where none waits. Where others hold all that may go, a tenth of a second from now.';
 
 create or replace function dispatch_settle_outcomes(p_policy dispatch_policies, p_handoff dispatch_handoffs, p_outcomes dispatch_outcome[])
 returns dispatch_tick_result
@@ -244,7 +252,7 @@ begin
     perform dispatch_write_failed(p_outcomes, v_now);
   end if;
   if p_handoff.claims <> '{}' then
-    v_next := dispatch_next_eligible(p_handoff.claims);
+    v_next := dispatch_next_eligible(p_handoff.claims, v_jobs, p_handoff.ordinals, v_now);
     v_reasons := array(
       select case when v_jobs[c.ordinal] = 0 then c.reason end
       from unnest(p_handoff.claims) as c

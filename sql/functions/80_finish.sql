@@ -19,19 +19,15 @@ set enable_seqscan = off
 as $$
 declare
   v_job dispatch_staged_jobs;
+  v_parked_id bigint;
 begin
-  select * into v_job from dispatch_staged_jobs where id = p_id;
+  delete from dispatch_staged_jobs where id = p_id and job_id is null returning * into v_job;
   if not found then
-    return false;
-  elsif v_job.job_id is not null then
     -- A parked retry: procrastinate cancels its row, and the trigger on it removes the staged one.
-    return procrastinate_cancel_job_v1(v_job.job_id, false, false) is not null;
+    select job_id into v_parked_id from dispatch_staged_jobs where id = p_id;
+    return v_parked_id is not null and procrastinate_cancel_job_v1(v_parked_id, false, false) is not null;
   end if;
 
-  delete from dispatch_staged_jobs where id = p_id;
-  if not found then
-    return false;
-  end if;
   insert into dispatch_inbox (policy_name, partition_id, kind, jobs)
   values (v_job.policy_name, v_job.partition_id, 'removed', -1);
   insert into dispatch_admissions (staged_id, partition_id, staged_at, admitted_at, policy_name, partition_key, context)

@@ -1,13 +1,18 @@
-"""A retry that comes back into the queue: workers hear of it, and it waits for nobody."""
+"""A retry that comes back into the queue: workers hear of it, and it waits for nobody.
+
+And what a job does that somebody is just cancelling.
+"""
 
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 
 import psycopg
 import pytest
 
-from tests.concurrency.support import column, define, start, value
+from tests.concurrency.conftest import Background
+from tests.concurrency.support import column, define, stage, start, value
 from tests.fixtures import Connect
 from tests.support import Clock
 from tests.ticks import Tick
@@ -87,3 +92,37 @@ def test_a_retry_that_is_cancelled_meanwhile_does_not_come_back(
     assert admitted(tick(conn, "p")) == (0, 0)
     assert column(conn, "select status::text from procrastinate_jobs") == ["cancelled"]
     assert value(conn, "select pending_count from dispatch_partitions") == 0
+
+
+def test_a_job_that_comes_back_while_it_is_cancelled_is_cancelled_as_the_retry_that_it_is(
+    conn, connect: Connect, clock, tick, background: Background, wait_blocked
+):
+    define(conn)
+    staged_id = value(conn, "select dispatch_stage('p', 't')")
+    other = connect(autocommit=False)
+    other.execute("lock table dispatch_staged_jobs in share mode")
+    cancelling = background(value, conn, "select dispatch_cancel(%s)", staged_id)
+    wait_blocked(conn.info.backend_pid)
+    tick(other, "p")
+    other.execute("select procrastinate_retry_job_v2(%s, null, null, null, null)", [start(other)])
+    other.commit()
+    assert cancelling.result() is True
+    assert column(other, "select status::text from procrastinate_jobs") == ["cancelled"]
+    assert column(other, "select id from dispatch_staged_jobs") == []
+
+
+def test_a_job_in_an_open_transaction_that_cancels_it_is_not_looked_for_again_and_again(
+    conn, connect: Connect, clock: Clock, tick
+):
+    define(conn)
+    job_id, _ = stage(conn, "a", "a")
+    user = connect(autocommit=False)
+    user.execute("select dispatch_cancel(%s)", [job_id])
+    assert admitted(tick(conn, "p")) == (1, 0)
+    assert admitted(tick(conn, "p")) == (0, 0)
+    assert value(conn, "select dispatch_next_due('p')") == clock.now + timedelta(milliseconds=100)
+    stage(conn, "a")
+    assert admitted(tick(conn, "p")) == (1, 0), "who comes in meanwhile does not wait"
+    user.rollback()
+    clock.advance(0.1)
+    assert admitted(tick(conn, "p")) == (1, 0)
