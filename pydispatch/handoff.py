@@ -381,6 +381,8 @@ def _is_nobodys_fault(error: Exception, connection: Connection | AsyncConnection
         return True
     if sqlstate is None:
         return isinstance(cause, psycopg.OperationalError)
+    if isinstance(cause, psycopg.Error) and cause.diag.context is None and sqlstate[:2] == "42":
+        return True  # the statement itself does not fit the schema: no trigger has seen a job yet
     return sqlstate.startswith(NOBODYS_FAULT)
 
 

@@ -82,3 +82,33 @@ def test_a_fault_of_the_server_sets_no_job_aside(
     conn.execute("drop trigger fail on procrastinate_jobs")
     assert tick(conn, "p")[0]["jobs_admitted"] == 2
     assert conn.execute("select count(*) from dispatch_dead_jobs").fetchone() == (0,)
+
+
+def test_a_schema_that_is_not_the_one_that_is_called_sets_no_job_aside(
+    conn: psycopg.Connection, clock: Clock, tick: Tick
+):
+    conn.execute("""select dispatch_define_policy('p', '{"gates": []}')""")
+    conn.execute("select dispatch_stage('p', 'fine'), dispatch_stage('p', 'fine')")
+    conn.execute("alter function procrastinate_defer_jobs_v1 rename to procrastinate_defer_jobs_v9")
+    with pytest.raises(exceptions.ConnectorException) as raised:
+        tick(conn, "p")
+    assert isinstance(raised.value.__cause__, psycopg.errors.UndefinedFunction)
+    conn.execute("alter function procrastinate_defer_jobs_v9 rename to procrastinate_defer_jobs_v1")
+    assert tick(conn, "p")[0]["jobs_admitted"] == 2
+
+
+def test_what_a_trigger_on_the_queue_lacks_for_a_job_is_that_jobs_fault(
+    conn: psycopg.Connection, clock: Clock, tick: Tick
+):
+    conn.execute("""select dispatch_define_policy('p', '{"gates": []}')""")
+    conn.execute("select dispatch_stage('p', 'fine'), dispatch_stage('p', 'audited')")
+    conn.execute(
+        """
+        create function audit() returns trigger language plpgsql as $$
+        begin insert into no_such_table values (new.id); return new; end $$;
+        create trigger audit before insert on procrastinate_jobs for each row
+        when (new.task_name = 'audited') execute function audit()
+        """
+    )
+    result = tick(conn, "p")[0]
+    assert (result["jobs_admitted"], result["handoff_failures"]) == (1, 1)

@@ -77,7 +77,8 @@ begin
     );
   exception
     when others then
-      if dispatch_is_nobodys_fault(sqlstate) then
+      -- Without the function no job can go: procrastinate's schema is not the one that this was made for.
+      if dispatch_is_nobodys_fault(sqlstate) or to_regproc('procrastinate_defer_jobs_v1') is null then
         raise;
       end if;
       get stacked diagnostics v_constraint = constraint_name;
