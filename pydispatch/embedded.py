@@ -81,7 +81,8 @@ def find_binaries(bin_dir: str | Path | None = None, version: int | None = None)
     Args:
         bin_dir: Such a folder. Default: the environment variable ``PG_BIN``, else the wheel's.
         version: A major version of the wheel, such as 16; used when no folder is given.
-            Default: its newest.
+            Default: that in the environment variable ``PG_VERSION`` (other programs write the
+            whole version of a package there, which is passed over), else its newest.
 
     Raises:
         EmbeddedPostgresError: The folder does not hold the programs, the wheel is not
@@ -98,12 +99,14 @@ def find_binaries(bin_dir: str | Path | None = None, version: int | None = None)
                 )
         return folder
     embedded = embedded_binaries()
-    newest = max(embedded)
-    if version is not None and version not in embedded:
+    if version is None:
+        named = os.environ.get("PG_VERSION", "")
+        version = int(named) if named.isdecimal() else max(embedded)
+    if version not in embedded:
         raise EmbeddedPostgresError(
             f"no embedded PostgreSQL {version}: choose one of {sorted(embedded)}, or set PG_BIN"
         )
-    return embedded[newest if version is None else version]
+    return embedded[version]
 
 
 class EmbeddedPostgres(Postgresql):  # type: ignore[misc]  # the library has no types

@@ -154,13 +154,8 @@ def pgtap_connection(server: EmbeddedPostgres) -> Iterator[psycopg.Connection]:
 
 def start_server() -> EmbeddedPostgres:
     """Start a server that holds the template database."""
-    version = os.environ.get("PG_VERSION")
     # A vacuum in the midst of a test would change plans now and then.
-    server = EmbeddedPostgres(
-        version=int(version) if version else None,
-        settings={"autovacuum": "off"},
-        folder=memory(),
-    )
+    server = EmbeddedPostgres(settings={"autovacuum": "off"}, folder=memory())
     try:
         with psycopg.connect(server.dsn(), autocommit=True) as conn:
             conn.execute(sql.SQL("create database {}").format(sql.Identifier(TEMPLATE)))

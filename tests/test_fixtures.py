@@ -8,7 +8,28 @@ from datetime import datetime, timezone
 import psycopg
 import pytest
 
+from pydispatch.embedded import (
+    EmbeddedPostgresError,
+    embedded_binaries,
+    find_binaries,
+    server_version,
+)
 from tests.support import wait_for
+
+
+def test_the_environment_chooses_a_version_of_the_embedded_server(monkeypatch):
+    monkeypatch.delenv("PG_BIN", raising=False)
+    newest = max(embedded_binaries())
+    for version in embedded_binaries():
+        monkeypatch.setenv("PG_VERSION", str(version))
+        assert server_version(find_binaries()) == version
+        assert server_version(find_binaries(version=newest)) == newest
+    for other in ("", "16.4-1.pgdg120+1"):
+        monkeypatch.setenv("PG_VERSION", other)
+        assert server_version(find_binaries()) == newest
+    monkeypatch.setenv("PG_VERSION", "9")
+    with pytest.raises(EmbeddedPostgresError, match="no embedded PostgreSQL 9: choose one of"):
+        find_binaries()
 
 
 def test_each_test_has_a_database_of_its_own(conn):
