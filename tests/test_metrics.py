@@ -164,6 +164,17 @@ def test_the_numbers_are_those_of_the_policy(
     assert found["dispatch_workers", ()] == 0
 
 
+def test_a_policy_that_is_never_due_has_metrics(conn: psycopg.Connection, dsn: str) -> None:
+    define(conn)
+    conn.execute("select dispatch_pause('p', 'a')")
+    stage(conn, "a")
+    tick(conn)
+    found = scrape(dsn)
+    assert found["dispatch_up", ()] == 1
+    assert of(found, "dispatch_jobs_pending") == 1
+    assert of(found, "dispatch_oldest_due_seconds") == 0
+
+
 def test_no_tenant_makes_a_series(conn: psycopg.Connection, dsn: str) -> None:
     define(conn, **cap(1))
     stage(conn, "a", "a")
