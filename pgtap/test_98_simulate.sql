@@ -1,6 +1,6 @@
 -- Simulations: what they count, from what they start, where they end, what they refuse, and that nothing of them stays.
 begin;
-select plan(66);
+select plan(72);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 
@@ -308,6 +308,11 @@ select throws_ok($$ select * from dispatch_simulate('p', '{"gates": [{"type": "t
   'invalid definition: gates[0].rate must be at least 0');
 select throws_ok($$ select * from dispatch_simulate('p', '{}') $$, 'PD001', null, 'the past of an unknown policy');
 select throws_ok($$ select * from dispatch_simulate('p', p_load => '[]') $$, 'PD001', null, 'the definition of an unknown policy');
+select throws_ok($$ select * from dispatch_simulate(null, '{}', '[{}]') $$, 'PD001', null, 'no policy at all');
+select throws_ok(format('select * from dispatch_simulate(%L, p_since => %L)', 'q', since), 'PD009', null, 'no clock starts at ' || since)
+from unnest(array['-infinity', 'infinity', '0001-01-01 BC', '290000-01-01']) as since;
+select is((select sum(admitted) from dispatch_simulate('p', '{}', '[{"jobs": 3, "every": 1e-400}]')), 3::bigint,
+  'a time shorter than any other is none');
 select throws_ok($$ select * from dispatch_simulate('q', p_max_jobs => 0) $$, 'PD009', 'p_max_jobs must lie between 1 and 100000, not be 0');
 select throws_ok($$ select * from dispatch_simulate('q', p_groups => null) $$, 'PD009', 'p_groups must lie between 1 and 100, not be null');
 select throws_ok($$ select * from dispatch_simulate('q', p_tick_every => '-1 s') $$, 'PD009', null, 'a negative time between ticks');

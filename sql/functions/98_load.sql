@@ -174,7 +174,8 @@ begin
     cross join lateral (
       select
         n,
-        p_start + make_interval(secs => (coalesce((entry ->> 'start')::numeric, 0) + n * coalesce((entry ->> 'every')::numeric, 0))::double precision)
+        p_start + make_interval(secs =>
+          round(coalesce((entry ->> 'start')::numeric, 0) + n * coalesce((entry ->> 'every')::numeric, 0), 6)::double precision)
           as came_at
       from generate_series(0, least(coalesce((entry ->> 'jobs')::numeric::integer, 1), p_limit) - 1) as n
     ) as coming

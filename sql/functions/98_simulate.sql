@@ -557,6 +557,11 @@ declare
   v_play record;
 begin
   perform dispatch_check_simulation(p_service_time, p_lag, p_tick_every, p_step, p_horizon, p_groups, p_max_jobs, p_max_ticks);
+  -- Its clock starts there, and never comes to an end of time.
+  if v_start not between '0001-01-01 00:00:00+00' and '9999-12-31 00:00:00+00' then
+    perform dispatch_raise('PD009', format('p_since must lie in the years 1 to 9999, not be %s', v_start), null,
+      'For all of the past, pass a time from before it.');
+  end if;
   v_scratch := dispatch_parse_policy('simulation ' || gen_random_uuid(),
     case when p_definition is null then (dispatch_policy(p_policy)).definition else p_definition end, v_start);
 
@@ -568,6 +573,9 @@ begin
     v_assumed := dispatch_assumed_times((v_past.admissions)[:1000], p_service_time, p_lag);
     v_jobs := dispatch_replayed_jobs(v_scratch, p_policy, v_past.admissions, v_past.waiting, v_start, v_assumed.service_time);
   else
+    if p_policy is null then
+      perform dispatch_policy(p_policy);
+    end if;
     perform dispatch_check_load(p_load, v_scratch.partition_by);
     v_assumed := dispatch_assumed_times(
       array(select a from dispatch_recent_admissions(p_policy, dispatch_now() - interval '1 hour', 1000) as a), p_service_time, p_lag);
