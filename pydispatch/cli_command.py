@@ -80,6 +80,11 @@ def command(
                 function(session, **values)
             except (psycopg.Error, errors.DispatchError, ConnectorException) as error:
                 _fail(session, error)
+            except UnicodeEncodeError as error:
+                if error.encoding != "utf-8":
+                    raise
+                # An argument of other bytes, which Python keeps as halves of characters.
+                raise typer.BadParameter(f"{error.object!r} is not UTF-8") from error
 
         run.__doc__ = function.__doc__
         add = group.command(name or function.__name__, rich_help_panel=panel)

@@ -201,11 +201,15 @@ def _time(text: str, option: str) -> timedelta:
 def _json(path: str, option: str) -> Any:
     try:
         if path == "-":
-            return json.load(sys.stdin)
-        with open(path, encoding="utf-8") as file:  # noqa: PTH123  # a name as given
-            return json.load(file)
-    except (OSError, ValueError) as error:
+            given = json.load(sys.stdin)
+        else:
+            with open(path, encoding="utf-8") as file:  # noqa: PTH123  # a name as given
+                given = json.load(file)
+    except (OSError, ValueError, RecursionError) as error:
         raise typer.BadParameter(f"{path}: {error}", param_hint=option) from error
+    if given is None:  # which stands for what is in force, and for the past
+        raise typer.BadParameter(f"{path}: there is nothing but null", param_hint=option)
+    return given
 
 
 def _changed(definition: Any, changes: Sequence[str]) -> Any:

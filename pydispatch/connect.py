@@ -12,7 +12,7 @@ from psycopg.conninfo import conninfo_to_dict
 if TYPE_CHECKING:
     from procrastinate.connector import BaseConnector
 
-__all__ = ["CONNECTION", "Source"]
+__all__ = ["CONNECTION", "READABLE", "Source"]
 
 CONNECTION = {
     "fallback_application_name": "pydispatch",
@@ -24,6 +24,9 @@ CONNECTION = {
     "tcp_user_timeout": 30_000,
 }
 """libpq's options for a connection of ours, where the user's conninfo has none."""
+
+READABLE = "set datestyle = 'ISO'; set intervalstyle = 'postgres'"
+"""Has the database write times as psycopg reads them, whatever a role's settings are."""
 
 
 class Source:

@@ -76,6 +76,33 @@ class TestStatus:
         assert cli("partitions").stdout.count("paused") == 1
 
 
+@pytest.mark.parametrize(
+    "settings", ["datestyle=German", "datestyle=SQL,DMY", "intervalstyle=iso_8601"]
+)
+def test_times_are_read_however_the_role_writes_them(
+    cli: Cli, conn: psycopg.Connection, dsn: str, settings: str
+) -> None:
+    define(conn, "p", **NEVER)
+    _, id = stage(conn, "a", "a")
+    tick(conn)
+    to = f"{dsn} options='-c {settings}'"
+    for command in (
+        ("status",),
+        ("top",),
+        ("partitions",),
+        ("hints",),
+        ("explain", str(id)),
+        ("simulate", "p"),
+    ):
+        cli(*command, "--json", to=to)
+        cli(*command, to=to)
+
+
+@pytest.mark.parametrize("option", ["--search", "--cursor"])
+def test_what_is_no_utf_8_is_bad_usage(cli: Cli, option: str) -> None:
+    assert "'\\udcff' is not UTF-8" in cli("partitions", option, "\udcff", code=2).stderr
+
+
 class TestPartitions:
     def test_shows_the_most_waiting_first(self, cli: Cli, conn: psycopg.Connection):
         define(conn, **cap(1))

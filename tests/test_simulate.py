@@ -343,12 +343,17 @@ def test_ticks_now_and_then(cli: Callable[..., Any]) -> None:
         (["--service-time", "-1s"], "is not like 90s"),
         (["--load", "no_such_file"], "no_such_file"),
         (["--definition", "-"], "Expecting value"),
+        (["--definition", "null.json"], "there is nothing but null"),
+        (["--load", "null.json"], "there is nothing but null"),
+        (["--load", "deep.json"], "recursion"),
         (["--max-jobs", "0"], "Invalid value"),
     ],
 )
 def test_what_is_not_understood_is_bad_usage(
-    cli: Callable[..., Any], arguments: list[str], problem: str
+    cli: Callable[..., Any], arguments: list[str], problem: str, tmp_path: Path
 ) -> None:
+    (tmp_path / "null.json").write_text("null")
+    (tmp_path / "deep.json").write_text("[" * 200_000)
     result = cli("calls", *arguments, code=2, input="")
     assert problem in " ".join(result.stderr.replace("│", " ").split())
 

@@ -330,7 +330,7 @@ async def test_partitions_are_searched_sorted_and_paged(dsn, conn, sort):
     assert len(listed) > 50
 
 
-@pytest.mark.parametrize("cursor", ["", "x", "AAAA", "%00", "W10", "9" * 5000, "🎉"])
+@pytest.mark.parametrize("cursor", ["", "x", "AAAA", "%00", "W10", "W1tb" * 2500, "9" * 5000, "🎉"])
 async def test_a_forged_cursor_gives_the_first_page(dsn, scene, cursor):
     """Case: a forged page cursor gives an internal error."""
     id = partition_id(scene, "calls", "acme")
@@ -339,6 +339,14 @@ async def test_a_forged_cursor_gives_the_first_page(dsn, scene, cursor):
             plain = await browser.get(path)
             forged = await browser.get(f"{path}?cursor={quote(cursor)}&before={quote(cursor)}")
             assert len(forged.all("tr")) == len(plain.all("tr")), path
+
+
+@pytest.mark.parametrize("settings", ["datestyle=German", "intervalstyle=iso_8601"])
+async def test_times_are_read_however_the_role_writes_them(dsn, scene, settings):
+    async with browsing(f"{dsn} options='-c {settings}'") as browser:
+        for path in ("/", "/policies", "/policy?name=calls", "/partitions", "/hints", "/dead"):
+            await browser.get(path)
+        assert "dispatch_up 1.0" in (await browser.raw("/metrics")).text
 
 
 @pytest.mark.parametrize("name", HOSTILE)

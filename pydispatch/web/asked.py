@@ -54,7 +54,7 @@ def position(cursor: str | None) -> Position | None:
         moment, id = datetime.fromisoformat(value[0]), value[1]
         if moment.tzinfo is None or not isinstance(id, int) or abs(id) > BIGINT:
             return None
-    except (ValueError, TypeError, KeyError, IndexError, binascii.Error):
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError, binascii.Error):
         return None
     return moment, id
 

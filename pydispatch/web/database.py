@@ -18,7 +18,7 @@ from psycopg.abc import Buffer
 from psycopg.rows import dict_row
 from psycopg.types.datetime import TimestamptzLoader
 
-from pydispatch.connect import Source
+from pydispatch.connect import READABLE, Source
 
 __all__ = ["READING", "WRITING", "Database", "Reader", "Row", "UnreachableError"]
 
@@ -193,7 +193,7 @@ class Database:
         connection.adapters.register_loader("timestamptz", _Moment)
         try:
             # Estimates of functions that return rows are high; compiling would take longer.
-            await connection.execute("set jit = off; set timezone = 'UTC'; set datestyle = 'ISO'")
+            await connection.execute(f"set jit = off; set timezone = 'UTC'; {READABLE}".encode())
             await connection.execute(script)
         except psycopg.OperationalError as error:
             await connection.close()
