@@ -1,6 +1,6 @@
 -- Why a job does not run. That it agrees with the tick is tried in tests/properties/test_explain.py.
 begin;
-select plan(57);
+select plan(58);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 set local timezone = 'UTC';
@@ -279,6 +279,16 @@ end;
 $$;
 select is((pg_temp.row(pg_temp.id('later'))).reason, 'cancelled', 'a cancelled job was cancelled');
 select matches((pg_temp.row(pg_temp.id('shut'))).message, 'no such task', 'a dead job has its error');
+do $$
+begin
+  perform pg_temp.define('centuries', '[{"type": "throttle", "rate": 0.01, "per": 315360000}]');
+  perform pg_temp.stage('centuries', 'century1');
+  perform pg_temp.stage('centuries', 'century2');
+  perform dispatch_tick('centuries');
+end;
+$$;
+select matches((pg_temp.row(pg_temp.id('century2'))).message, 'No estimate: gate throttle has no token for it within a hundred years[.]',
+  'a job that waits for centuries is told so');
 select is((pg_temp.row(pg_temp.id('budget1'))).reason, 'policy_gone', 'a job whose policy was dropped waits for the sweep');
 
 select finish();

@@ -382,6 +382,7 @@ begin
       when item = 'queueing_lock' then 'it depends on when another job starts'
       when item = 'budget' then 'other partitions have a part in the budget'
       when reason in ('rate_zero', 'max_zero') then format('gate %s lets nothing pass', gate_name)
+      when gate_type = 'throttle' then format('gate %s has no token for it within a hundred years', gate_name)
       else format('how soon gate %s has room is not known, as its partition was admitted too little lately', gate_name)
     end
     from unnest(p_parts) with ordinality
