@@ -129,6 +129,57 @@ end;
 $$;
 comment on function dispatch_buckets_full(dispatch_policies, dispatch_partitions, timestamptz) is 'Is every bucket of a partition full again, so that forgetting it gives nothing away?';
 
+-- Called under the partitions' locks and a statement later, so that rows and notes are seen as they stand. The notes are read
+-- once, not once a partition: there may be many of both when nobody has ticked for a while.
+create or replace function dispatch_reconcile(p_partitions uuid[], p_now timestamptz)
+returns bigint
+language plpgsql
+set search_path from current
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_hashjoin = off
+set enable_mergejoin = off
+set jit = off
+as $$
+declare
+  v_policies text[] := array(select distinct policy_name from dispatch_partitions where id = any (p_partitions));
+  v_reconciled bigint;
+begin
+  if p_partitions = '{}' then
+    return 0;
+  end if;
+  with set_right as (
+    update dispatch_partitions as p
+    set in_flight_count = truth.slots, due_at = case when p.due_at is not null then p_now end, blocked_until = null, blocked_after_finish = null
+    from (
+      select id, sum(slots) as slots
+      from (
+        select id, (select count(*) from dispatch_inflight_jobs as slot where slot.partition_id = ids.id) as slots, true as asked_for
+        from unnest(p_partitions) as ids (id)
+        union all
+        select note.partition_id, -note.jobs, false
+        from dispatch_inbox as note
+        where note.policy_name = any (v_policies)
+          and note.kind = 'finished'
+      ) as counted
+      group by id
+      having bool_or(asked_for)
+    ) as truth
+    cross join lateral (
+      select ctid as place from dispatch_partitions where id = truth.id limit 1
+    ) as held
+    where p.ctid = held.place
+      and p.in_flight_count <> truth.slots
+    returning p.policy_name
+  )
+  select count(*), array_agg(distinct policy_name) into v_reconciled, v_policies from set_right;
+  perform dispatch_wake(policy_name) from unnest(v_policies) as policy_name;
+  return v_reconciled;
+end;
+$$;
+comment on function dispatch_reconcile(uuid[], timestamptz) is 'Sets in_flight_count of partitions that the caller has locked right by their slots and the finishes that are not folded yet. Returns how many it had to change.';
+
 create or replace function dispatch_sweep_partitions(p_now timestamptz, p_limit integer, out reconciled bigint, out forgotten bigint)
 language plpgsql
 set search_path from current
@@ -144,9 +195,9 @@ declare
   v_from uuid;
   v_page uuid[];
   v_suspects uuid[];
+  v_held uuid[];
   v_id uuid;
 begin
-  reconciled := 0;
   forgotten := 0;
   -- A walk over all partitions in id order, a page a sweep.
   select position into v_from from dispatch_sweep_positions where walk = 'partitions' for update;
@@ -170,31 +221,15 @@ begin
     order by p.id
   );
 
-  foreach v_id in array v_suspects loop
-    perform 1 from dispatch_partitions where id = v_id for update skip locked;
-    continue when not found;
+  v_held := array(select id from dispatch_partitions where id = any (v_suspects) order by id for update skip locked);
+  reconciled := dispatch_reconcile(array(
+    select p.id
+    from dispatch_partitions as p
+    where p.id = any (v_held)
+      and p.in_flight_count <> (select count(*) from dispatch_inflight_jobs as slot where slot.partition_id = p.id)
+  ), p_now);
 
-    -- Looked at under the lock and in a later statement, so that rows and notes are seen as they stand.
-    update dispatch_partitions as p
-    set in_flight_count = truth.slots, due_at = case when p.due_at is not null then p_now end, blocked_until = null, blocked_after_finish = null
-    from (
-      select
-        (select count(*) from dispatch_inflight_jobs as slot where slot.partition_id = v_id)
-        + coalesce((
-          select -sum(note.jobs)
-          from dispatch_inbox as note
-          where note.policy_name = (select policy_name from dispatch_partitions where id = v_id)
-            and note.partition_id = v_id
-            and note.kind = 'finished'
-        ), 0) as slots
-    ) as truth
-    where p.id = v_id
-      and p.in_flight_count <> truth.slots;
-    if found then
-      reconciled := reconciled + 1;
-      perform dispatch_wake(policy_name) from dispatch_partitions where id = v_id;
-    end if;
-
+  foreach v_id in array v_held loop
     delete from dispatch_partitions as p
     using dispatch_policies as policy
     where p.id = v_id

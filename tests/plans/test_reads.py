@@ -316,6 +316,21 @@ def test_a_sweep_whose_plans_are_older_than_the_slots_reads_each_a_few_times(con
     found.check(others=8 * jobs)
 
 
+def test_a_sweep_of_many_partitions_reads_the_notes_that_nobody_has_folded_once(conn):
+    no_vacuum(conn)
+    define(conn, partition_batch_size=SMALL)
+    stage(conn, *[str(n) for n in range(SMALL)])
+    assert value(conn, "select jobs_admitted from dispatch_tick()") == SMALL
+    for status in ("doing", "succeeded"):
+        conn.execute("update procrastinate_jobs set status = %s", [status])
+    conn.execute("update dispatch_partitions set in_flight_count = 7 where partition_key = '7'")
+    with reads(conn) as found:
+        result = dict(conn.execute("select * from dispatch_sweep()").fetchall())
+        assert result["counters set right"] == 1
+    found.scanned.clear()  # once is right: there is nothing but these jobs
+    found.check(partitions=16 * SMALL, others=8 * SMALL)  # of each partition 4 versions
+
+
 # -- looking
 
 
