@@ -1,6 +1,6 @@
 -- Since when jobs wait, samples of policies, the audit log.
 begin;
-select plan(44);
+select plan(45);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 
@@ -161,6 +161,8 @@ begin
 end;
 $$;
 select is((select oldest_wait from dispatch_policy_status where policy_name = 'f'), null, 'nor while the whole policy is paused');
+select results_eq($$ select due, oldest_due_at from dispatch_policy_status where policy_name = 'f' $$,
+  $$ values (0::bigint, 'infinity'::timestamptz) $$, 'of which nothing is due then');
 
 -- Queued and running.
 select is((select array[queued, running] from dispatch_policy_status where policy_name = 'f'), '{2,0}', 'slots of jobs that no worker has taken are queued');

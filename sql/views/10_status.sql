@@ -66,9 +66,9 @@ select
   coalesce(sums.partitions, 0) as partitions,
   coalesce(sums.pending, 0) as pending,
   coalesce(sums.in_flight, 0) as in_flight,
-  coalesce(sums.due, 0) as due,
+  case when pause.id is null then coalesce(sums.due, 0) else 0 end as due,
   coalesce(sums.blocked, 0) as blocked,
-  sums.oldest_due_at,
+  case when pause.id is null or sums.oldest_due_at is null then sums.oldest_due_at else 'infinity' end as oldest_due_at,
   coalesce(recent.admitted, 0) as admitted_last_minute,
   coalesce(dead.jobs, 0) as dead,
   pause.id is not null as paused,
@@ -107,7 +107,7 @@ comment on column dispatch_policy_status.pending is 'Jobs waiting, as of the las
 comment on column dispatch_policy_status.in_flight is 'Jobs admitted that have not ended.';
 comment on column dispatch_policy_status.due is 'Partitions that the next tick would look at.';
 comment on column dispatch_policy_status.blocked is 'Partitions with waiting jobs that a gate, the budget or a pause holds back.';
-comment on column dispatch_policy_status.oldest_due_at is 'Since when the longest waiting partition is due; far in the past when nobody ticks.';
+comment on column dispatch_policy_status.oldest_due_at is 'Since when the longest waiting partition is due; far in the past when nobody ticks, infinity while all that wait are paused.';
 comment on column dispatch_policy_status.admitted_last_minute is 'Jobs admitted in the last 60 seconds.';
 comment on column dispatch_policy_status.dead is 'Jobs in dispatch_dead_jobs.';
 comment on column dispatch_policy_status.paused is 'Is the whole policy paused?';
