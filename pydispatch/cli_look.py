@@ -164,10 +164,11 @@ def _look(session: Session, policy: str | None, lines: int) -> dict[str, Any]:
         # What is left by the first line, the hints, the policies, and the heads of three tables.
         room = lines - 1 - len(_worst(found)) - (4 + len(_first(found))) - 2 * 4
         page = {"cursor": None, "search": None, "limit": max(room // 2, 1)}
+        served = ask(f"select {_SERVED} {_PAGE}", sort="recent", pending=False, **page)
         return {
             **found,
             "waiting": ask(f"select {_WAITS} {_PAGE}", sort="pending", pending=True, **page),
-            "served": ask(f"select {_SERVED} {_PAGE}", sort="recent", pending=False, **page),
+            "served": [row for row in served if row["last_admitted"] is not None],
         }
 
 

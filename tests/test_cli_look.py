@@ -249,11 +249,13 @@ class TestTop:
 
     def test_scripts_get_a_document(self, cli: Cli, conn: psycopg.Connection):
         define(conn, **cap(1))
-        stage(conn, "a", "a")
+        conn.execute("select dispatch_pause('p', 'never admitted')")
+        stage(conn, "a", "a", "never admitted")
         tick(conn)
         found = cli("top", "--json")
         assert set(found) == {"policies", "waiting", "served", "hints"}
         assert found["waiting"][0]["pending"] == 1
+        assert [row["partition"] for row in found["served"]] == ["a"]
 
     def test_without_policies_says_so(self, cli: Cli):
         assert "no policy is defined" in cli("top").stdout
