@@ -201,28 +201,16 @@ end;
 $$;
 comment on function dispatch_foresee_budget(dispatch_policies, uuid, timestamptz) is 'How many jobs the next tick lets a partition have of its budget; null when it does not come to the partition.';
 
-create or replace function dispatch_due_before(p_policy dispatch_policies, p_partition dispatch_partitions)
+create or replace function dispatch_due_before(p_policy dispatch_policies, p_partition dispatch_partitions, p_now timestamptz)
 returns bigint
 language plpgsql
 stable
-set search_path from current
-set enable_seqscan = off
 as $$
 begin
-  return (
-    select count(*)
-    from (
-      select
-      from dispatch_partitions as p
-      where p.policy_name = p_policy.policy_name
-        and p.due_at < p_partition.due_at
-      order by p.due_at
-      limit p_policy.partition_batch_size
-    ) as before
-  );
+  return (select count(*) from dispatch_as_folded(p_policy, null, p_now) as folded where folded.due_at < p_partition.due_at);
 end;
 $$;
-comment on function dispatch_due_before(dispatch_policies, dispatch_partitions) is 'How many partitions a tick takes up before one, counted up to the batch of a tick.';
+comment on function dispatch_due_before(dispatch_policies, dispatch_partitions, timestamptz) is 'How many partitions are due before one: all, or at least as many as the next tick takes up.';
 
 create or replace function dispatch_jobs_before(p_job dispatch_staged_jobs, p_until timestamptz)
 returns integer

@@ -356,7 +356,7 @@ begin
   elsif p_before >= p_allowed then
     v_hold.reason := 'behind_others';
     v_hold.message := format('The next tick admits %s of its partition.', p_allowed);
-  elsif dispatch_due_before(p_policy, p_partition) >= p_policy.partition_batch_size then
+  elsif dispatch_due_before(p_policy, p_partition, p_now) >= p_policy.partition_batch_size then
     v_hold.reason := 'not_its_turn';
     v_hold.message := format('A tick looks at %s partitions, and more than those are due before this one.', p_policy.partition_batch_size);
   else
