@@ -11,6 +11,7 @@ import logging
 import sys
 from dataclasses import asdict
 from enum import Enum
+from io import TextIOWrapper
 from typing import Annotated
 
 import typer
@@ -176,4 +177,7 @@ def demo(session: Session) -> None:
 
 def main() -> None:
     """Run the command line."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # None where it is closed
+            stream.reconfigure(errors="backslashreplace")
     app(prog_name="pydispatch")

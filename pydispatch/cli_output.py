@@ -38,7 +38,8 @@ _SHORTEST = 6  # columns that are left of a text that is cut
 
 def print_json(value: Any) -> None:
     """Print one JSON document. Times are ISO 8601, durations seconds."""
-    print(json.dumps(value, default=_plain, ensure_ascii=False, indent=2))
+    narrow = (sys.stdout.encoding or "").lower() not in ("utf-8", "utf8")
+    print(json.dumps(value, default=_plain, ensure_ascii=narrow, indent=2))
 
 
 def print_line(line: str) -> None:

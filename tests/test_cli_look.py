@@ -98,6 +98,18 @@ def test_times_are_read_however_the_role_writes_them(
         cli(*command, to=to)
 
 
+def test_an_encoding_that_lacks_a_character_gets_an_escape(
+    conn: psycopg.Connection, dsn: str
+) -> None:
+    define(conn, "caf\u00e9 \U0001f600")
+    run = [sys.executable, "-m", "pydispatch", "--dsn", dsn, "status"]
+    options: Any = {"env": {**os.environ, "PYTHONIOENCODING": "latin-1"}, "check": True}
+    shown = subprocess.run(run, stdout=subprocess.PIPE, **options).stdout.decode("latin-1")
+    assert "caf\u00e9 \\U0001f600" in shown
+    shown = subprocess.run([*run, "--json"], stdout=subprocess.PIPE, **options).stdout.decode()
+    assert json.loads(shown)[0]["policy_name"] == "caf\u00e9 \U0001f600"
+
+
 @pytest.mark.parametrize("option", ["--search", "--cursor"])
 def test_what_is_no_utf_8_is_bad_usage(cli: Cli, option: str) -> None:
     assert "'\\udcff' is not UTF-8" in cli("partitions", option, "\udcff", code=2).stderr
