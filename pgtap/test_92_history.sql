@@ -162,7 +162,7 @@ end;
 $$;
 select is((select oldest_wait from dispatch_policy_status where policy_name = 'f'), null, 'nor while the whole policy is paused');
 select results_eq($$ select due, oldest_due_at from dispatch_policy_status where policy_name = 'f' $$,
-  $$ values (0::bigint, 'infinity'::timestamptz) $$, 'of which nothing is due then');
+  $$ values (0::bigint, null::timestamptz) $$, 'of which nothing is due then');
 
 -- Queued and running.
 select is((select array[queued, running] from dispatch_policy_status where policy_name = 'f'), '{2,0}', 'slots of jobs that no worker has taken are queued');

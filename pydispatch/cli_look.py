@@ -88,7 +88,7 @@ _WAITS = """
   policy_name as policy, partition_key as partition, pending_count as pending,
   in_flight_count as in_flight, dispatch_now() - waiting_since as waits,
   case when paused then 'paused' else blocked_reason end as held_by,
-  case when due_at < 'infinity' then greatest(due_at - dispatch_now(), interval '0') end
+  case when due_at is not null then greatest(due_at - dispatch_now(), interval '0') end
     as looked_at_in
 """
 _PARTITION = (

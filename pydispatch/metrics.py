@@ -143,8 +143,7 @@ select
   status.policy_name, status.pending, status.in_flight, status.queued, status.running,
   status.dead, status.partitions, status.due, status.blocked, status.paused::int as paused,
   stalled.jobs as stalled, slots.slots, slots.full_partitions, inbox.notes,
-  case when oldest_due_at < 'infinity' then extract(epoch from dispatch_now() - oldest_due_at) end
-    as oldest_due,
+  extract(epoch from dispatch_now() - oldest_due_at) as oldest_due,
   extract(epoch from oldest_wait) as oldest_wait,
   extract(epoch from dispatch_now() - oldest_queued_at) as oldest_queued
 from dispatch_policy_status as status

@@ -52,9 +52,8 @@ def test_a_reader_reads_every_view(reader: psycopg.Connection) -> None:
     ).fetchall()
     assert len(views) > 8
     for (view,) in views:
-        found = reader.execute(
-            sql.SQL("select v::text from {} as v").format(sql.Identifier(view))
-        ).fetchall()
+        # As the values that they are: no time in them is one that Python does not have.
+        found = reader.execute(sql.SQL("select * from {}").format(sql.Identifier(view))).fetchall()
         assert found or view in ("dispatch_stalled_jobs",), view
 
 

@@ -611,7 +611,7 @@ def test_what_tells_no_database_is_refused():
 
 async def test_times_without_end_are_shown(dsn, scene):
     scene.execute("select dispatch_pause('calls')")
-    scene.execute("update dispatch_partitions set due_at = 'infinity'")
+    scene.execute("update dispatch_partitions set due_at = '9999-12-31 UTC'")
     scene.execute(
         """
         select dispatch_stage('calls', 'call', '{"tenant": "far"}',

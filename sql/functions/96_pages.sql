@@ -39,7 +39,7 @@ language sql
 immutable
 parallel safe
 return case
-  when isfinite(p_time) then to_jsonb(regexp_replace(to_jsonb(p_time at time zone 'UTC') #>> '{}', '( BC)?$', '+00:00\1'))
+  when isfinite(p_time) then to_jsonb((to_jsonb(p_time at time zone 'UTC') #>> '{}') || '+00:00')
   else to_jsonb(p_time::text)
 end;
 comment on function dispatch_cursor_time(timestamptz) is 'A time in a cursor, to the microsecond and the same in every time zone.';
@@ -54,13 +54,7 @@ begin
   if jsonb_typeof(p_value) = 'null' then
     return '-infinity';
   end if;
-  if jsonb_typeof(p_value) = 'string' and p_value #>> '{}' ~ '^[0-9]{4,6}-[0-9]{2}-[0-9]{2}T[0-9:.]+[+]00:00 BC$' then
-    return (p_value #>> '{}')::timestamptz;
-  end if;
   return case when jsonb_typeof(p_value) = 'string' then dispatch_parse_time(p_value #>> '{}') end;
-exception
-  when data_exception then
-    return null;
 end;
 $$;
 comment on function dispatch_cursor_moment(jsonb) is 'A finite time of a cursor; never (null) is -infinity; null for anything else.';

@@ -1,4 +1,5 @@
--- What is going on, for people and dashboards. No view reads dispatch_staged_jobs, so none grows with the backlog.
+-- What is going on, for people and dashboards. No view reads dispatch_staged_jobs, so none grows with the backlog. No time is
+-- infinite, since hardly any client can read that.
 
 create or replace view dispatch_partition_status as
 select
@@ -9,8 +10,8 @@ select
   p.in_flight_count,
   p.total_admitted,
   dispatch_decay(p.decayed_admits, extract(epoch from dispatch_now() - p.decayed_at)::double precision, policy.half_life) as decayed_admits,
-  p.due_at,
-  p.blocked_until,
+  nullif(p.due_at, 'infinity') as due_at,
+  nullif(p.blocked_until, 'infinity') as blocked_until,
   p.blocked_reason,
   pause.id is not null as paused,
   p.last_checked_at,
@@ -31,8 +32,8 @@ comment on column dispatch_partition_status.pending_count is 'Jobs waiting.';
 comment on column dispatch_partition_status.in_flight_count is 'Jobs admitted that have not ended.';
 comment on column dispatch_partition_status.total_admitted is 'Jobs ever admitted.';
 comment on column dispatch_partition_status.decayed_admits is 'How much it was served lately, decayed to this moment.';
-comment on column dispatch_partition_status.due_at is 'When a tick looks at it next; null when nothing waits, infinity while it is paused.';
-comment on column dispatch_partition_status.blocked_until is 'Until when its gates let nothing pass (unless a job finishes).';
+comment on column dispatch_partition_status.due_at is 'When a tick looks at it next; null when nothing waits, or while it is paused.';
+comment on column dispatch_partition_status.blocked_until is 'Until when its gates let nothing pass (unless a job finishes); null while it is paused.';
 comment on column dispatch_partition_status.blocked_reason is 'What keeps it from admitting more, as the last tick saw it.';
 comment on column dispatch_partition_status.paused is 'Is this partition paused by itself?';
 comment on column dispatch_partition_status.last_checked_at is 'When a tick last looked.';
@@ -55,7 +56,7 @@ with clock as materialized (
     sum(p.in_flight_count)::bigint as in_flight,
     count(*) filter (where p.due_at <= (select now from clock)) as due,
     count(*) filter (where p.blocked_reason is not null and p.due_at is not null) as blocked,
-    min(p.due_at) as oldest_due_at,
+    min(p.due_at) filter (where p.due_at < 'infinity') as oldest_due_at,
     min(p.waiting_since) filter (where p.waiting_since <= (select now from clock) and p.blocked_reason is distinct from 'paused') as waiting_since,
     coalesce(sum(p.pending_count) filter (where p.waiting_since <= (select now from clock)), 0)::bigint as waiting
   from dispatch_partitions as p
@@ -68,7 +69,7 @@ select
   coalesce(sums.in_flight, 0) as in_flight,
   case when pause.id is null then coalesce(sums.due, 0) else 0 end as due,
   coalesce(sums.blocked, 0) as blocked,
-  case when pause.id is null or sums.oldest_due_at is null then sums.oldest_due_at else 'infinity' end as oldest_due_at,
+  case when pause.id is null then sums.oldest_due_at end as oldest_due_at,
   coalesce(recent.admitted, 0) as admitted_last_minute,
   coalesce(dead.jobs, 0) as dead,
   pause.id is not null as paused,
@@ -107,7 +108,7 @@ comment on column dispatch_policy_status.pending is 'Jobs waiting, as of the las
 comment on column dispatch_policy_status.in_flight is 'Jobs admitted that have not ended.';
 comment on column dispatch_policy_status.due is 'Partitions that the next tick would look at.';
 comment on column dispatch_policy_status.blocked is 'Partitions with waiting jobs that a gate, the budget or a pause holds back.';
-comment on column dispatch_policy_status.oldest_due_at is 'Since when the longest waiting partition is due; far in the past when nobody ticks, infinity while all that wait are paused.';
+comment on column dispatch_policy_status.oldest_due_at is 'Since when the longest waiting partition is due; far in the past when nobody ticks; null when nothing waits, or all that waits is paused.';
 comment on column dispatch_policy_status.admitted_last_minute is 'Jobs admitted in the last 60 seconds.';
 comment on column dispatch_policy_status.dead is 'Jobs in dispatch_dead_jobs.';
 comment on column dispatch_policy_status.paused is 'Is the whole policy paused?';

@@ -7,6 +7,12 @@ from typing import Any
 import psycopg
 from psycopg.types.json import Jsonb
 
+IMPATIENT = "-c lock_timeout=1s -c statement_timeout=20s"
+"""Options of a session that fails where it waits for somebody who stands still.
+
+Whoever is only passing, on a busy machine too, has let go by then.
+"""
+
 
 def define(conn: psycopg.Connection, name: str = "p", **definition: Any) -> None:
     """Define a policy whose partition key is ``k``."""

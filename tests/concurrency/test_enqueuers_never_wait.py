@@ -20,6 +20,7 @@ from pydispatch import Concurrency, Dispatch
 from tests.concurrency.conftest import Background
 from tests.concurrency.stops import POINTS, Stops
 from tests.concurrency.support import (
+    IMPATIENT,
     assert_balanced,
     column,
     define,
@@ -30,8 +31,6 @@ from tests.concurrency.support import (
     value,
 )
 from tests.fixtures import Connect
-
-IMPATIENT = "-c lock_timeout=50ms -c statement_timeout=20s"
 
 Enqueuer = Callable[[str], int]
 

@@ -8,6 +8,7 @@ import pytest
 from tests.concurrency.conftest import Background
 from tests.concurrency.stops import POINTS, Stops
 from tests.concurrency.support import (
+    IMPATIENT,
     assert_balanced,
     cap,
     column,
@@ -20,8 +21,6 @@ from tests.concurrency.support import (
     value,
 )
 from tests.fixtures import Connect
-
-IMPATIENT = "-c lock_timeout=50ms -c statement_timeout=20s"
 
 
 def pending(conn: psycopg.Connection) -> dict[str, int]:

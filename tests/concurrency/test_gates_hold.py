@@ -18,6 +18,7 @@ from psycopg.types.json import Jsonb
 from tests.concurrency.conftest import Background
 from tests.concurrency.stops import LIMIT, POINTS, Stops
 from tests.concurrency.support import (
+    IMPATIENT,
     assert_balanced,
     cap,
     column,
@@ -32,8 +33,6 @@ from tests.concurrency.support import tick as sql_tick
 from tests.fixtures import Connect
 from tests.support import Clock, wait_for
 from tests.ticks import Tick
-
-IMPATIENT = "-c lock_timeout=50ms -c statement_timeout=20s"
 
 SOON = 0.001
 """Seconds after which a full partition is looked at again."""

@@ -9,7 +9,16 @@ import psycopg
 import pytest
 
 from tests.concurrency.conftest import Background
-from tests.concurrency.support import assert_balanced, cap, column, define, in_flight, stage, value
+from tests.concurrency.support import (
+    IMPATIENT,
+    assert_balanced,
+    cap,
+    column,
+    define,
+    in_flight,
+    stage,
+    value,
+)
 from tests.fixtures import Connect
 from tests.support import wait_for
 
@@ -64,7 +73,7 @@ def test_no_tick_waits_for_an_operator_and_none_makes_an_operator_wait_in_a_circ
     holder = connect(autocommit=False)
     assert value(holder, "select dispatch_force_admit('p', %s, 1)", first) == 1
     stage(conn, last, "new")
-    impatient = connect(options="-c lock_timeout=50ms")
+    impatient = connect(options=IMPATIENT)
     assert value(impatient, "select jobs_admitted from dispatch_tick('p')") == 1, "the new one"
     assert value(holder, "select dispatch_force_admit('p', %s, 1)", last) == 1
     holder.commit()

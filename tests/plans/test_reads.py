@@ -367,7 +367,7 @@ def test_an_explanation_looks_at_ten_thousand_jobs_at_most(policy, big):
         with reads(big) as found:
             row = big.execute("select numbers from dispatch_explain(%s)", [id_]).fetchone()
             assert row is not None
-        found.check(staged_jobs=most, partitions=CLAIM + 5, others=5)
+        found.check(staged_jobs=most, partitions=2 * CLAIM + 5, others=5)
 
 
 @pytest.mark.parametrize("view", ["dispatch_policy_status", "dispatch_hints"])
