@@ -42,22 +42,22 @@ with gates as materialized (
     p.in_flight_count,
     greatest(floor(min(
       case
-        when gates.adapts then dispatch_adaptive_cap(stats.current_max, p.in_flight_count, knobs.initial_max, knobs.floor_max, knobs.top_max)
-        else coalesce(params.max, 0)
+        when gates.adapts then
+          dispatch_adaptive_cap(stats.current_max, p.in_flight_count, params.initial_max::integer, greatest(params.min, 1)::integer, params.max::integer)
+        else params.max
       end
     )), 0) as slots
   from dispatch_partitions as p
   join gates on gates.policy_name = p.policy_name
   left join dispatch_adaptive_stats as stats on stats.partition_id = p.id and stats.gate_name = gates.gate_name
+  -- As dispatch_aimd_params() has them: its call for each partition would take most of the time.
   cross join lateral (
     select
-      coalesce(dispatch_to_number(p.context #> (highest).path), (highest).fallback) as max,
-      coalesce(dispatch_to_number(p.context #> (initial).path), (initial).fallback) as initial_max,
-      coalesce(dispatch_to_number(p.context #> (lowest).path), (lowest).fallback) as min
+      least(greatest(coalesce(
+        dispatch_to_number(p.context #> (highest).path), (highest).fallback, case when gates.adapts then 1e9 else 0 end), 0), 1e9) as max,
+      least(greatest(coalesce(dispatch_to_number(p.context #> (initial).path), (initial).fallback), 0), 1e9) as initial_max,
+      least(greatest(coalesce(dispatch_to_number(p.context #> (lowest).path), (lowest).fallback), 0), 1e9) as min
   ) as params
-  cross join lateral dispatch_aimd_params(
-    jsonb_build_object('.initial_max', params.initial_max, '.max', params.max, '.min', params.min), ''
-  ) as knobs
   where p.in_flight_count > 0
   group by p.id
 )
