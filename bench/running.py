@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -104,7 +106,6 @@ def latency(plan: Plan) -> Iterator[Measurement]:
                     for _ in range(5):
                         _finish_one(conn, listener)
                     samples = [_finish_one(conn, listener) for _ in range(finishes)]
-                conn.execute("vacuum analyze")  # else autovacuum's transactions would be counted
             waits.append(percentile(samples, 0.95) * 1000)
             with _driver(dsn):
                 statements.append(_commits_per_second(plan, dsn, idle))
@@ -168,15 +169,19 @@ def _driver(dsn: str) -> Iterator[None]:
 def _commits_per_second(plan: Plan, dsn: str, seconds: float) -> float:
     """Count the transactions in a database in which only an idle driver is at work.
 
-    Sessions report theirs about once a second: it is counted from one report to another.
+    Sessions report theirs about once a second: it is counted from one report to the next. The
+    median of those counts, since autovacuum comes by now and then.
     """
     name = [conninfo_to_dict(dsn)["dbname"]]
     with psycopg.connect(plan.server.dsn("postgres"), autocommit=True) as conn:
         time.sleep(2 + seconds / 2)  # until it has started and has nothing left to do
-        (before, began), (after, ended) = _report(conn, name), (0, 0.0)
-        while ended < began + seconds:
-            after, ended = _report(conn, name)
-    return (after - before) / (ended - began)
+        reports = [_report(conn, name)]
+        while reports[-1][1] < reports[0][1] + seconds:
+            reports.append(_report(conn, name))
+    return statistics.median(
+        (count - before) / (at - began)
+        for (before, began), (count, at) in itertools.pairwise(reports)
+    )
 
 
 def _report(conn: psycopg.Connection[Any], name: list[Any]) -> tuple[int, float]:
