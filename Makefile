@@ -15,7 +15,7 @@ help:
 	@echo "make test    run all tests            ARGS='-k throttle' passes options to pytest"
 	@echo "make lint    check style and types"
 	@echo "make bench   measure speed against bare procrastinate"
-	@echo "make bench-docs    measure all of it, an hour or so, and write the numbers into docs/performance.md"
+	@echo "make bench-docs    measure all of it, ten minutes or more, and write the numbers into docs/performance.md"
 	@echo "make clean   remove the environment and the caches"
 	@echo
 	@echo "PYTHON=python3.12             make the environment with this Python"
