@@ -116,6 +116,22 @@ end;
 $$;
 comment on function dispatch_shard(text[], jsonb) is 'The shard of a context: made like a partition key; ''default'' when all its values are missing or empty.';
 
+create or replace function dispatch_put(p_object jsonb, p_path text[], p_value jsonb)
+returns jsonb
+language plpgsql
+immutable
+parallel safe
+as $$
+begin
+  if cardinality(p_path) > 1 then
+    p_value := dispatch_put(case jsonb_typeof(p_object -> p_path[1]) when 'object' then p_object -> p_path[1] else '{}' end,
+      p_path[2:], p_value);
+  end if;
+  return p_object || jsonb_build_object(p_path[1], p_value);
+end;
+$$;
+comment on function dispatch_put(jsonb, text[], jsonb) is 'An object with a value put at a path, and objects made on the way there.';
+
 create or replace function dispatch_named_part(p_args jsonb, p_paths text[])
 returns jsonb
 language plpgsql
@@ -135,12 +151,7 @@ begin
       v_part := v_part || jsonb_build_object(v_dotted, v_value);
     -- Part of what another path kept already: an array stays one.
     elsif v_value is not null and v_part #> v_path is distinct from v_value then
-      for v_depth in 1 .. cardinality(v_path) - 1 loop
-        if jsonb_typeof(v_part #> v_path[:v_depth]) is distinct from 'object' then
-          v_part := jsonb_set(v_part, v_path[:v_depth], '{}');
-        end if;
-      end loop;
-      v_part := jsonb_set(v_part, v_path, v_value);
+      v_part := dispatch_put(v_part, v_path, v_value);
     end if;
   end loop;
   return v_part;

@@ -107,22 +107,6 @@ end;
 $$;
 comment on function dispatch_check_load(jsonb, text[]) is 'Raises PD009 for the first thing that is wrong with the load of a simulation, naming its path and its value.';
 
-create or replace function dispatch_put(p_object jsonb, p_path text[], p_value jsonb)
-returns jsonb
-language plpgsql
-immutable
-parallel safe
-as $$
-begin
-  if cardinality(p_path) > 1 then
-    p_value := dispatch_put(case jsonb_typeof(p_object -> p_path[1]) when 'object' then p_object -> p_path[1] else '{}' end,
-      p_path[2:], p_value);
-  end if;
-  return p_object || jsonb_build_object(p_path[1], p_value);
-end;
-$$;
-comment on function dispatch_put(jsonb, text[], jsonb) is 'An object with a value put at a path, and objects made on the way there.';
-
 create or replace function dispatch_load_context(p_entry jsonb, p_partition_by text[])
 returns jsonb
 language plpgsql
