@@ -289,6 +289,8 @@ class Terminal:
             stderr=theirs,
             env={**os.environ, "TERM": "xterm"},
             start_new_session=True,
+            # As in a terminal: whoever runs in the background of a script is born deaf to it.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def shows(self, text: str) -> bool:
