@@ -24,7 +24,7 @@ from pydispatch import errors
 from pydispatch.driver import Driver, DriverOptions
 from pydispatch.handoff import Handoff, Query, TickResult
 from pydispatch.manager import DispatchJobManager, Route
-from pydispatch.policy import Fairness, Gate, Policy
+from pydispatch.policy import UNSET, Fairness, Gate, Policy, Unset
 
 __all__ = ["ContextFunction", "Dispatch"]
 
@@ -111,6 +111,7 @@ class Dispatch:
         partition_batch_size: int | None = None,
         admission_batch_size: int | None = None,
         tick_admission_budget: int | None = None,
+        max_queued: int | Unset | None = UNSET,
         max_pending: int | None = None,
         retry_strategy: Literal["restage", "bypass"] | None = None,
         stalled: Literal["leave", "retry"] | None = None,
@@ -135,6 +136,7 @@ class Dispatch:
             partition_batch_size: See ``Policy``.
             admission_batch_size: See ``Policy``.
             tick_admission_budget: See ``Policy``.
+            max_queued: See ``Policy``.
             max_pending: See ``Policy``.
             retry_strategy: See ``Policy``.
             stalled: See ``Policy``.
@@ -157,6 +159,8 @@ class Dispatch:
             "stalled": stalled,
         }
         options = {name: value for name, value in options.items() if value is not None}
+        if max_queued is not UNSET:
+            options["max_queued"] = max_queued
         if isinstance(policy, Policy):
             if options:
                 raise TypeError(f"a Policy is complete; it takes no {', '.join(options)} here")

@@ -1,10 +1,9 @@
-"""One tick: what the database admits is handed to procrastinate on the same connection.
+"""One tick, in which the application looks at the jobs before procrastinate gets them.
 
-The database decides (``dispatch_admit``), procrastinate's own ``batch_defer_jobs`` takes the jobs,
-and the database notes what became of each (``dispatch_settle``), all in one transaction. It
-guards the promise that one bad job harms no other: a batch that procrastinate refuses is split
-until the bad job is alone. A lost connection is no job's fault and ends the tick, and with it
-the transaction.
+The database decides (``dispatch_admit``); the application turns back the jobs that it could not
+run, for it does not know the task or cannot read the arguments; and the database hands the others
+over and notes what became of each (``dispatch_settle``), all in one transaction and on one
+connection. A lost connection is no policy's fault and ends the tick, and with it the transaction.
 
 The logic is written once, as generators that yield the statements to run and are sent their
 outcome; ``Handoff.run`` and ``Handoff.run_async`` do the running.
@@ -17,13 +16,11 @@ import dataclasses
 import json
 import logging
 from collections.abc import Callable, Generator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import psycopg
 from procrastinate import PsycopgConnector, SyncPsycopgConnector, exceptions
 from procrastinate.connector import BaseConnector
-from procrastinate.jobs import Job
-from procrastinate.manager import JobManager
 from psycopg.pq import TransactionStatus
 from typing_extensions import LiteralString
 
@@ -41,26 +38,15 @@ Connection: TypeAlias = psycopg.Connection[Any]
 AsyncConnection: TypeAlias = psycopg.AsyncConnection[Any]
 
 # Results are read as JSON text, so that the application's own json_loads sees only its own data.
-# The lock timeout is for the hand-off alone: it must not wait long for somebody's open
-# transaction that holds the same queueing lock. Settling puts the caller's back.
 
 ADMIT: LiteralString = """
-select
-  handoff_id, id, task_name, queue_name, priority, lock, queueing_lock, scheduled_at,
-  args::text as args,
-  to_jsonb(tick)::text as tick,
-  case when ordinality = 1 then current_setting('lock_timeout') end as lock_timeout,
-  case when ordinality = 1 and id is not null then set_config('lock_timeout', '100ms', true) end
-from dispatch_admit(%(policy)s, %(shard)s) with ordinality
+select handoff_id, id, task_name, args::text as args, to_jsonb(tick)::text as tick
+from dispatch_admit(%(policy)s, %(shard)s)
 """
 
 SETTLE: LiteralString = """
-select
-  to_jsonb(settled)::text as tick,
-  set_config('lock_timeout', %(lock_timeout)s, true)
-from dispatch_settle(
-  %(handoff_id)s, %(ids)s::bigint[], %(job_ids)s::bigint[], %(errors)s::text[]
-) as settled
+select to_jsonb(settled)::text as tick
+from dispatch_settle(%(handoff_id)s, %(ids)s::bigint[], %(errors)s::text[]) as settled
 """
 
 TICK: LiteralString = """
@@ -87,12 +73,9 @@ POLICIES: LiteralString = (
     "select p.policy_name from dispatch_policies as p where " + OURS + " order by p.policy_name"
 )
 
-ERROR_LENGTH = 2000  # characters kept of the reason why a job was set aside
+NOBODYS_FAULT: LiteralString = "select dispatch_is_nobodys_fault(%(sqlstate)s) as is_nobodys"
 
-# SQLSTATEs and classes of them that say nothing of a job: connection, serialization, resources,
-# shutdown, system, rights. dispatch_is_nobodys_fault() in the database names the same.
-NOBODYS_FAULT = ("08", "40", "53", "57", "58", "F0", "XX", "25006", "42501")
-LOCK_NOT_AVAILABLE = "55P03"
+ERROR_LENGTH = 2000  # characters kept of the reason why a job was turned back
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,48 +108,28 @@ class Query:
 
 
 @dataclasses.dataclass(frozen=True)
-class Defer:
-    """Jobs to give to procrastinate, all or none; the outcome is the jobs, or a ``Verdict``."""
-
-    jobs: list[Job]
-
-
-@dataclasses.dataclass(frozen=True)
 class Attempt:
     """Steps whose error is not to end the tick; the outcome is their result, or the error."""
 
     steps: Steps[TickResult]
 
 
-Steps: TypeAlias = Generator[Query | Defer | Attempt, Any, T]
-
-
-class Verdict(NamedTuple):
-    """What became of one admitted job.
-
-    A job id: it is queued. An error: it is set aside. Neither: its queueing lock is held by
-    another job, and it waits its turn.
-    """
-
-    job_id: int | None = None
-    error: str | None = None
+Steps: TypeAlias = Generator[Query | Attempt, Any, T]
 
 
 class Handoff:
     """Ticks, in anybody's connection and transaction.
 
     Args:
-        dispatch: The application that hands the jobs off. None: the database does all of it,
-            ``dispatch_tick()``.
+        dispatch: The application that looks at the jobs. None: nobody does, ``dispatch_tick()``.
     """
 
     def __init__(self, dispatch: Dispatch | None) -> None:
         self._dispatch = dispatch
-        connector = dispatch.app.connector if dispatch else None
-        self._dumps, self._loads = json_functions(connector)
+        _, self._loads = json_functions(dispatch.app.connector if dispatch else None)
         # Both only ever use the connection that they are given.
-        self._manager = JobManager(SyncPsycopgConnector(json_dumps=self._dumps))
-        self._async_manager = JobManager(PsycopgConnector(json_dumps=self._dumps))
+        self._connector = SyncPsycopgConnector()
+        self._async_connector = PsycopgConnector()
 
     # -- what to do
 
@@ -174,7 +137,8 @@ class Handoff:
         """Tick one policy, or each that is ours; one result a policy.
 
         Of several policies, one that fails stops no other: it is logged, and counted as
-        ``tick_error`` among its denied reasons.
+        ``tick_error`` among its denied reasons. When all fail and it is not theirs (rights that
+        are missing, for example), that is raised.
         """
         if self._dispatch is None:
             rows = yield Query(TICK, {"policy": policy, "shard": shard})
@@ -182,10 +146,12 @@ class Handoff:
         if policy is not None:
             return [(yield from self._tick(policy, shard))]
         results = []
+        failure = None
         for row in (yield Query(POLICIES, self.ours())):
             name = row["policy_name"]
             outcome = yield Attempt(self._tick(name, shard))
             if isinstance(outcome, Exception):
+                failure = outcome
                 logger.error(
                     "Tick of policy %s failed",
                     name,
@@ -194,6 +160,11 @@ class Handoff:
                 )
                 outcome = TickResult(name, 0, 0, 0, 0, 0, {"tick_error": 1}, 0.0)
             results.append(outcome)
+        if failure and all(result.denied_reasons == {"tick_error": 1} for result in results):
+            sqlstate = getattr(_cause(failure), "sqlstate", None)
+            (answer,) = yield Query(NOBODYS_FAULT, {"sqlstate": sqlstate})
+            if answer["is_nobodys"]:
+                raise failure
         return results
 
     def ours(self, only: Sequence[str] | None = None) -> dict[str, Any]:
@@ -212,45 +183,32 @@ class Handoff:
         rows = yield Query(ADMIT, {"policy": policy, "shard": shard})
         if rows[0]["id"] is None:
             return _result(rows[0])
-        verdicts: dict[int, Verdict] = {}
-        batch: list[tuple[int, Job]] = []
+        turned_back: dict[int, str] = {}
         for row in rows:
             try:
-                batch.append((row["id"], self._job(row)))
+                self._look(row["task_name"], row["args"])
             except Exception as error:
-                verdicts[row["id"]] = Verdict(error=_text(error))
-        if batch:
-            yield from _hand_off(batch, verdicts)
+                turned_back[row["id"]] = _text(error)
         (settled,) = yield Query(
             SETTLE,
             {
-                "lock_timeout": rows[0]["lock_timeout"],
                 "handoff_id": rows[0]["handoff_id"],
-                "ids": list(verdicts),
-                "job_ids": [verdict.job_id for verdict in verdicts.values()],
-                "errors": [verdict.error for verdict in verdicts.values()],
+                "ids": list(turned_back),
+                "errors": list(turned_back.values()),
             },
         )
         return _result(settled)
 
-    def _job(self, row: dict[str, Any]) -> Job:
-        """Return an admitted row as procrastinate's job.
+    def _look(self, task_name: str, args: str) -> None:
+        """See whether the application's workers could run a job.
 
         Raises:
             TaskNotFound: No task has this name or alias.
             Exception: Whatever the application's json_loads raises.
         """
-        if self._dispatch is None or not self._dispatch.knows(row["task_name"]):
-            raise exceptions.TaskNotFound(f"unknown task {row['task_name']!r}")
-        return Job(
-            queue=row["queue_name"],
-            priority=row["priority"],
-            lock=row["lock"],
-            queueing_lock=row["queueing_lock"],
-            task_name=row["task_name"],
-            task_kwargs=self._loads(row["args"]),
-            scheduled_at=row["scheduled_at"],
-        )
+        if self._dispatch is None or not self._dispatch.knows(task_name):
+            raise exceptions.TaskNotFound(f"unknown task {task_name!r}")
+        self._loads(args)
 
     # -- doing it
 
@@ -265,102 +223,50 @@ class Handoff:
             return await self._run_async(connection, steps)
 
     def _run(self, connection: Connection, steps: Steps[T]) -> T:
-        connector = self._manager.connector
         outcome: Any = None
         while True:
             try:
                 step = steps.send(outcome)
             except StopIteration as stop:
                 return stop.value  # type: ignore[no-any-return]
+            if isinstance(step, Query):
+                with errors.translate():
+                    outcome = self._connector.execute_query_all_with_connection(
+                        connection, step.query, **step.arguments
+                    )
+                continue
             try:
-                if isinstance(step, Query):
-                    with errors.translate():
-                        outcome = connector.execute_query_all_with_connection(
-                            connection, step.query, **step.arguments
-                        )
-                    continue
                 with connection.transaction():
-                    if isinstance(step, Defer):
-                        outcome = self._manager.batch_defer_jobs(step.jobs, connection)
-                    else:
-                        outcome = self._run(connection, step.steps)
+                    outcome = self._run(connection, step.steps)
             except Exception as error:
-                outcome = self._outcome(error, connection, step)
+                outcome = _survived(error, connection)
 
     async def _run_async(self, connection: AsyncConnection, steps: Steps[T]) -> T:
-        connector = self._async_manager.connector
         outcome: Any = None
         while True:
             try:
                 step = steps.send(outcome)
             except StopIteration as stop:
                 return stop.value  # type: ignore[no-any-return]
+            if isinstance(step, Query):
+                with errors.translate():
+                    outcome = await self._async_connector.execute_query_all_async_with_connection(
+                        connection, step.query, **step.arguments
+                    )
+                continue
             try:
-                if isinstance(step, Query):
-                    with errors.translate():
-                        outcome = await connector.execute_query_all_async_with_connection(
-                            connection, step.query, **step.arguments
-                        )
-                    continue
                 async with connection.transaction():
-                    if isinstance(step, Defer):
-                        outcome = await self._async_manager.batch_defer_jobs_async(
-                            step.jobs, connection
-                        )
-                    else:
-                        outcome = await self._run_async(connection, step.steps)
+                    outcome = await self._run_async(connection, step.steps)
             except Exception as error:
-                outcome = self._outcome(error, connection, step)
-
-    def _outcome(
-        self,
-        error: Exception,
-        connection: Connection | AsyncConnection,
-        step: Query | Defer | Attempt,
-    ) -> Verdict | Exception:
-        """Say what an error means for a step, or raise it where it ends the tick."""
-        if isinstance(step, Query) or _is_nobodys_fault(error, connection):
-            raise error
-        return self._verdict(error, step.jobs) if isinstance(step, Defer) else error
-
-    def _verdict(self, error: Exception, jobs: list[Job]) -> Verdict:
-        """Say what an error means for the job that it met, or raise it when it is not the job's.
-
-        Of several jobs it says no more than that not all of them can be handed off.
-        """
-        cause = _cause(error)
-        held = (LOCK_NOT_AVAILABLE, errors.AlreadyEnqueued.sqlstate)
-        if isinstance(error, exceptions.AlreadyEnqueued) or _sqlstate(cause) in held:
-            return Verdict()
-        # Without a database in it, it is the job's only if its arguments cannot be written.
-        if not isinstance(error, exceptions.ConnectorException) and not self._unwritable(jobs):
-            raise error
-        return Verdict(error=_text(cause))
-
-    def _unwritable(self, jobs: list[Job]) -> bool:
-        """Tell whether the arguments of one of these jobs cannot be written as JSON."""
-        for job in jobs:
-            try:
-                (self._dumps or json.dumps)(job.task_kwargs)
-            except Exception:
-                return True
-        return False
+                outcome = _survived(error, connection)
 
 
-def _hand_off(
-    batch: list[tuple[int, Job]], verdicts: dict[int, Verdict]
-) -> Generator[Defer, Any, None]:
-    """Give a batch to procrastinate, in halves if it refuses, and note what became of each job."""
-    outcome: list[Job] | Verdict = yield Defer([job for _, job in batch])
-    if not isinstance(outcome, Verdict):
-        for (staged_id, _), job in zip(batch, outcome, strict=True):
-            verdicts[staged_id] = Verdict(job_id=job.id)
-    elif len(batch) == 1:
-        verdicts[batch[0][0]] = outcome
-    else:
-        middle = len(batch) // 2
-        yield from _hand_off(batch[:middle], verdicts)
-        yield from _hand_off(batch[middle:], verdicts)
+def _survived(error: Exception, connection: Connection | AsyncConnection) -> Exception:
+    """Return an error that the connection has survived, or raise it."""
+    status = connection.info.transaction_status
+    if connection.closed or status in (TransactionStatus.INERROR, TransactionStatus.UNKNOWN):
+        raise error
+    return error
 
 
 def _cause(error: Exception) -> BaseException:
@@ -369,31 +275,9 @@ def _cause(error: Exception) -> BaseException:
     return (error.__cause__ if wrapped else None) or error
 
 
-def _sqlstate(error: BaseException) -> str | None:
-    return getattr(error, "sqlstate", None)
-
-
-def _is_nobodys_fault(error: Exception, connection: Connection | AsyncConnection) -> bool:
-    """Tell whether an error is about the connection or the server, so that nothing else can go."""
-    cause = _cause(error)
-    sqlstate = _sqlstate(cause)
-    if connection.closed or isinstance(cause, psycopg.InterfaceError):
-        return True
-    if sqlstate is None:
-        return isinstance(cause, psycopg.OperationalError)
-    if isinstance(cause, psycopg.Error) and cause.diag.context is None and sqlstate[:2] == "42":
-        return True  # the statement itself does not fit the schema: no trigger has seen a job yet
-    return sqlstate.startswith(NOBODYS_FAULT)
-
-
 def _text(error: BaseException) -> str:
     """Return an error as text that the database can keep."""
-    diag = getattr(error, "diag", None)
-    if diag is not None and diag.sqlstate:
-        text = f"{diag.message_primary} (SQLSTATE {diag.sqlstate})"
-    else:
-        text = f"{type(error).__name__}: {error}"
-    return text.replace("\0", "")[:ERROR_LENGTH]
+    return f"{type(error).__name__}: {error}".replace("\0", "")[:ERROR_LENGTH]
 
 
 def _result(row: dict[str, Any]) -> TickResult:

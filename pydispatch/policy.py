@@ -208,6 +208,8 @@ class Policy:
         partition_batch_size: Most partitions that one tick looks at. Default: 50.
         admission_batch_size: Most jobs of a partition in one tick. Default: 100.
         tick_admission_budget: Most jobs in one tick. Default: no limit.
+        max_queued: Most jobs of the policy that may wait in procrastinate's queue for a worker.
+            None: no limit. Default: 1000.
         max_pending: Most jobs that may wait in one partition. Default: no limit.
         retry_strategy: Whether a job's retry waits in the policy again (``"restage"``, the
             default) or is procrastinate's alone (``"bypass"``).
@@ -224,6 +226,7 @@ class Policy:
     partition_batch_size: int | None = None
     admission_batch_size: int | None = None
     tick_admission_budget: int | None = None
+    max_queued: int | Unset | None = UNSET
     max_pending: int | None = None
     retry_strategy: Literal["restage", "bypass"] | None = None
     stalled: Literal["leave", "retry"] | None = None
@@ -248,7 +251,11 @@ class Policy:
                 definition[key] = _paths(definition[key])
         definition["gates"] = [gate.definition() for gate in self.gates] or None
         definition["fairness"] = self.fairness.definition() if self.fairness else None
-        return _without_none(definition)
+        del definition["max_queued"]
+        definition = _without_none(definition)
+        if self.max_queued is not UNSET:
+            definition["max_queued"] = self.max_queued
+        return definition
 
 
 def _gate(kind: str, gate: Any) -> dict[str, Any]:

@@ -32,20 +32,16 @@ begin
     end if;
     if v_holds then
       -- Retries are procrastinate's own rows: what waits goes back into its queue, what is dead ends.
-      if exists (
-        select
-        from dispatch_release(array(select id from dispatch_staged_jobs where job_id is not null)) r,
-          unnest(r) released
-        where released.job_id is null
-      ) then
+      if dispatch_hand_over(array(select id from dispatch_staged_jobs where parked order by id),
+        array(select ctid from dispatch_staged_jobs where parked order by id), false, dispatch_now()) <> '{}' then
         raise exception 'a retried job cannot go back into its queue yet'
           using errcode = 'PD005',
             detail = 'Another job holds its queueing lock, or another session its row.',
             hint = 'Try again later, or cancel it.';
       end if;
-      perform procrastinate_cancel_job_v1(job_id, false, false)
+      perform procrastinate_cancel_job_v1(id, false, false)
       from dispatch_dead_jobs
-      where job_id is not null;
+      where parked;
     end if;
 
     select array_agg(distinct o) into v_doomed from dispatch_migrations m, unnest(m.creates) o;

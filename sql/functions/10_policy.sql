@@ -275,7 +275,7 @@ begin
       format('Its name is %L.', left(p_name, 200)), 'Nothing was changed. Choose another name.');
   end if;
   perform dispatch_check_keys('', p_definition, array['partition_by', 'shard_by', 'queue', 'gates', 'fairness',
-    'partition_batch_size', 'admission_batch_size', 'tick_admission_budget', 'max_pending', 'retry_strategy', 'stalled']);
+    'partition_batch_size', 'admission_batch_size', 'tick_admission_budget', 'max_queued', 'max_pending', 'retry_strategy', 'stalled']);
 
   v_policy.policy_name := p_name;
   v_policy.definition := p_definition;
@@ -308,6 +308,8 @@ begin
   v_policy.partition_batch_size := dispatch_check_whole(p_definition, 'partition_batch_size', 50, 10000);
   v_policy.admission_batch_size := dispatch_check_whole(p_definition, 'admission_batch_size', 100, 10000);
   v_policy.tick_admission_budget := dispatch_check_whole(p_definition, 'tick_admission_budget', null, 1000000);
+  -- A null of one's own is no bound.
+  v_policy.max_queued := dispatch_check_whole(p_definition, 'max_queued', case when p_definition ? 'max_queued' then null else 1000 end, 1000000);
   v_policy.max_pending := dispatch_check_whole(p_definition, 'max_pending', null, 1000000000);
   v_policy.retry_strategy := dispatch_check_word(p_definition, 'retry_strategy', array['restage', 'bypass']);
   v_policy.stalled := dispatch_check_word(p_definition, 'stalled', array['leave', 'retry']);
@@ -363,10 +365,10 @@ begin
   select (v_policy).*
   on conflict on constraint dispatch_policies_pkey do update
   set (definition, partition_by, shard_by, queue_name, gates, literals, lookups, context_paths, half_life, partition_batch_size,
-       admission_batch_size, tick_admission_budget, max_pending, retry_strategy, stalled, updated_at)
+       admission_batch_size, tick_admission_budget, max_queued, max_pending, retry_strategy, stalled, updated_at)
     = (excluded.definition, excluded.partition_by, excluded.shard_by, excluded.queue_name, excluded.gates, excluded.literals,
        excluded.lookups, excluded.context_paths, excluded.half_life, excluded.partition_batch_size, excluded.admission_batch_size,
-       excluded.tick_admission_budget, excluded.max_pending, excluded.retry_strategy, excluded.stalled, excluded.updated_at);
+       excluded.tick_admission_budget, excluded.max_queued, excluded.max_pending, excluded.retry_strategy, excluded.stalled, excluded.updated_at);
 
   if not v_policy.shard_by <@ v_policy.partition_by then
     raise warning 'policy %: shard_by names %, which partition_by does not', p_name,

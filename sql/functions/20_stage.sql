@@ -204,7 +204,7 @@ begin
       job ->> 'task_name', coalesce(job ->> 'queue_name', v_policy.queue_name),
       job ->> 'lock', job ->> 'queueing_lock', args, kept
     from jobs
-    on conflict (queueing_lock) where queueing_lock is not null and job_id is null do nothing
+    on conflict (queueing_lock) where queueing_lock is not null and not parked do nothing
     returning id
   ), partitions as (
     select partition_id, count(*) as jobs, greatest(min(coalesce(scheduled_at, v_now)), v_now) as due_at, max(id) as newest_id

@@ -85,7 +85,9 @@ end;
 $$;
 comment on function dispatch_turns(dispatch_policies, dispatch_claim[], double precision[], timestamptz) is 'In which order claims are given what rounding leaves of their shares: who was served least for its weight comes first, so that weights hold in the long run however small the budget.';
 
-create or replace function dispatch_share_budget(p_policy dispatch_policies, p_claims dispatch_claim[], p_now timestamptz)
+create or replace function dispatch_share_budget(
+  p_policy dispatch_policies, p_claims dispatch_claim[], p_budget integer, p_reason text, p_now timestamptz
+)
 returns dispatch_claim[]
 language plpgsql
 stable
@@ -105,7 +107,7 @@ declare
   v_shares_by_turn integer[];
   v_shares integer[];
 begin
-  if p_policy.tick_admission_budget is null then
+  if p_budget is null then
     return p_claims;
   end if;
 
@@ -118,7 +120,7 @@ begin
         where s.partition_id = c.partition_id
           and s.eligible_at <= p_now
         order by s.eligible_at
-        limit c.allowed
+        limit least(c.allowed, p_budget)
       ) as ready
     )::integer
     from unnest(p_claims) as c
@@ -136,18 +138,18 @@ begin
   v_shares_by_turn := dispatch_share(
     array(select v_demands[ordinal] from unnest(v_turns) with ordinality as turns (ordinal, turn) order by turn),
     array(select v_weights[ordinal] from unnest(v_turns) with ordinality as turns (ordinal, turn) order by turn),
-    p_policy.tick_admission_budget);
+    p_budget);
 
   v_shares := array(select share from unnest(v_turns, v_shares_by_turn) as turns (ordinal, share) order by ordinal);
 
   return array(
     select case
-      when v_shares[c.ordinal] = v_demands[c.ordinal] then c
-      else dispatch_narrow(c, c.gate_state, v_shares[c.ordinal], p_now, p_now, 'budget_exhausted')
+      when v_shares[c.ordinal] = v_demands[c.ordinal] and v_demands[c.ordinal] < p_budget then c
+      else dispatch_narrow(c, c.gate_state, v_shares[c.ordinal], p_now, p_now, p_reason)
     end
     from unnest(p_claims) as c
     order by c.ordinal
   );
 end;
 $$;
-comment on function dispatch_share_budget(dispatch_policies, dispatch_claim[], timestamptz) is 'The claims after sharing tick_admission_budget among those that have ready jobs; who gets none is denied with budget_exhausted and due again at once.';
+comment on function dispatch_share_budget(dispatch_policies, dispatch_claim[], integer, text, timestamptz) is 'The claims after sharing a budget (null: there is none) among those that have ready jobs; who gets none is denied with p_reason and due again at once.';

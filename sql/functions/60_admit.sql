@@ -97,7 +97,7 @@ comment on function dispatch_to_claims(dispatch_policies, dispatch_partitions[],
 -- The ready jobs of a partition in order. Where jobs of a higher priority wait for their time, they stand in front of the
 -- ready ones in the index; so it is read priority by priority, and within each only up to now.
 create or replace function dispatch_pick_ready(p_partition_id uuid, p_now timestamptz, p_limit integer)
-returns table (staged_id bigint, parked_job_id bigint)
+returns table (id bigint, place tid, contested boolean)
 language plpgsql
 set search_path from current
 set plan_cache_mode = force_generic_plan
@@ -116,7 +116,7 @@ begin
   select s.priority into v_priority from dispatch_staged_jobs as s where s.partition_id = p_partition_id order by s.priority desc limit 1;
   while v_priority is not null and v_left > 0 loop
     return query
-      select s.id, s.job_id
+      select s.id, s.ctid, s.parked or s.queueing_lock is not null
       from dispatch_staged_jobs as s
       where s.partition_id = p_partition_id
         and s.priority = v_priority
@@ -138,7 +138,9 @@ $$;
 comment on function dispatch_pick_ready(uuid, timestamptz, integer) is 'Locks the first p_limit ready jobs of a partition some of whose jobs are not ready yet.';
 
 -- Across partitions the batch is interleaved, one each in fairness order, then the second each, and so on.
-create or replace function dispatch_pick(p_claims dispatch_claim[], p_now timestamptz, out ids bigint[], out ordinals integer[], out parked bigint[])
+create or replace function dispatch_pick(
+  p_claims dispatch_claim[], p_now timestamptz, out ids bigint[], out places tid[], out ordinals integer[], out contested bigint[]
+)
 language plpgsql
 set search_path from current
 set plan_cache_mode = force_generic_plan
@@ -164,12 +166,12 @@ begin
     from unnest(p_claims) as c
     where c.allowed > 0
   ), picked as (
-    select claims.ordinal, jobs.id, jobs.job_id, jobs.turn
+    select claims.ordinal, jobs.id, jobs.place, jobs.contested, jobs.turn
     from claims
     cross join lateral (
-      select ready.id, ready.job_id, row_number() over () as turn
+      select ready.*, row_number() over () as turn
       from (
-        select s.id, s.job_id
+        select s.id, s.ctid as place, s.parked or s.queueing_lock is not null as contested
         from dispatch_staged_jobs as s
         where s.partition_id = claims.partition_id
         order by s.priority desc, s.eligible_at, s.id
@@ -179,20 +181,49 @@ begin
     ) as jobs
     where claims.some_wait is null
     union all
-    select claims.ordinal, jobs.id, jobs.job_id, jobs.turn
+    select claims.ordinal, jobs.id, jobs.place, jobs.contested, jobs.turn
     from claims
-    cross join lateral dispatch_pick_ready(claims.partition_id, p_now, claims.allowed) with ordinality as jobs (id, job_id, turn)
+    cross join lateral dispatch_pick_ready(claims.partition_id, p_now, claims.allowed) with ordinality as jobs (id, place, contested, turn)
     where claims.some_wait
   )
   select
     coalesce(array_agg(picked.id), '{}'),
+    coalesce(array_agg(picked.place), '{}'),
     coalesce(array_agg(ordinal), '{}'),
-    coalesce(array_agg(picked.id) filter (where picked.job_id is not null), '{}')
-  into ids, ordinals, parked
+    coalesce(array_agg(picked.id) filter (where picked.contested), '{}')
+  into ids, places, ordinals, contested
   from (select * from picked order by turn, ordinal) as picked;
 end;
 $$;
-comment on function dispatch_pick(dispatch_claim[], timestamptz) is 'Locks the jobs that the claims allow and returns their ids in hand-off order, beside the ordinals of their claims; and which of the ids are parked retries.';
+comment on function dispatch_pick(dispatch_claim[], timestamptz) is 'Locks the jobs that the claims allow and returns their ids in hand-off order, beside where their rows are and the ordinals of their claims; and which of the ids are contested: parked retries, and jobs with a queueing lock.';
+
+create or replace function dispatch_cut(p_handoff dispatch_handoffs, p_jobs integer)
+returns dispatch_handoffs
+language plpgsql
+immutable
+parallel safe
+as $$
+declare
+  v_left constant integer[] := p_handoff.ordinals[p_jobs + 1:];
+begin
+  p_handoff.staged_ids := p_handoff.staged_ids[:p_jobs];
+  p_handoff.places := p_handoff.places[:p_jobs];
+  p_handoff.ordinals := p_handoff.ordinals[:p_jobs];
+  p_handoff.contested_ids := array(select unnest(p_handoff.contested_ids) intersect select unnest(p_handoff.staged_ids));
+  p_handoff.claims := array(
+    select case
+      when c.ordinal = any (v_left) then
+        dispatch_narrow(c, c.gate_state, (select count(*) from unnest(p_handoff.ordinals) as ordinal where ordinal = c.ordinal),
+          p_handoff.decided_at, p_handoff.decided_at, 'queue_full')
+      else c
+    end
+    from unnest(p_handoff.claims) as c
+    order by c.ordinal
+  );
+  return p_handoff;
+end;
+$$;
+comment on function dispatch_cut(dispatch_handoffs, integer) is 'A hand-off of its first p_jobs jobs only: other ticks have taken the room for the rest.';
 
 create or replace function dispatch_decide(p_policy dispatch_policies, p_shard text)
 returns dispatch_handoffs
@@ -202,6 +233,8 @@ set plan_cache_mode = force_generic_plan
 as $$
 declare
   v_handoff dispatch_handoffs;
+  v_budget record;
+  v_jobs integer;
 begin
   v_handoff.policy_name := p_policy.policy_name;
   v_handoff.shard := p_shard;
@@ -209,24 +242,34 @@ begin
   v_handoff.decided_at := dispatch_now();
   v_handoff.claims := '{}';
   v_handoff.staged_ids := '{}';
+  v_handoff.places := '{}';
   v_handoff.ordinals := '{}';
-  v_handoff.parked_ids := '{}';
+  v_handoff.contested_ids := '{}';
 
   perform dispatch_fold(p_policy.policy_name, v_handoff.decided_at);
   if exists (select from dispatch_pauses where id = dispatch_partition_id(p_policy.policy_name, null)) then
     return v_handoff;
   end if;
 
+  v_budget := dispatch_budget(p_policy, v_handoff.decided_at);
+  if v_budget.jobs = 0 then
+    v_handoff.claims := dispatch_claim_none(p_policy, p_shard, v_handoff.decided_at);
+    return v_handoff;
+  end if;
   v_handoff.claims := dispatch_to_claims(p_policy,
     array(select p from dispatch_lock_due(p_policy, p_shard, v_handoff.decided_at) as p), v_handoff.decided_at);
   if v_handoff.claims <> '{}' then
     v_handoff.decided_at := dispatch_now();
     v_handoff.claims := dispatch_pass_gates(p_policy.gates,
       dispatch_resolve(p_policy, v_handoff.claims, v_handoff.decided_at), v_handoff.decided_at);
-    v_handoff.claims := dispatch_share_budget(p_policy, v_handoff.claims, v_handoff.decided_at);
-    select ids, ordinals, parked
-    into v_handoff.staged_ids, v_handoff.ordinals, v_handoff.parked_ids
+    v_handoff.claims := dispatch_share_budget(p_policy, v_handoff.claims, v_budget.jobs, v_budget.reason, v_handoff.decided_at);
+    select ids, places, ordinals, contested
+    into v_handoff.staged_ids, v_handoff.places, v_handoff.ordinals, v_handoff.contested_ids
     from dispatch_pick(v_handoff.claims, v_handoff.decided_at);
+    v_jobs := dispatch_take_room(p_policy, cardinality(v_handoff.staged_ids), v_handoff.decided_at);
+    if v_jobs < cardinality(v_handoff.staged_ids) then
+      v_handoff := dispatch_cut(v_handoff, v_jobs);
+    end if;
   end if;
   return v_handoff;
 end;

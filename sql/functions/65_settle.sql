@@ -14,9 +14,9 @@ begin
     where s.id = failed.id
     returning s.*, failed.error
   ), dead as (
-    insert into dispatch_dead_jobs (id, partition_id, staged_at, died_at, scheduled_at, job_id, priority, attempts, policy_name,
+    insert into dispatch_dead_jobs (id, partition_id, staged_at, died_at, scheduled_at, parked, priority, attempts, policy_name,
       partition_key, task_name, queue_name, lock, queueing_lock, args, context, error)
-    select id, partition_id, staged_at, p_now, scheduled_at, job_id, priority, attempts, policy_name,
+    select id, partition_id, staged_at, p_now, scheduled_at, parked, priority, attempts, policy_name,
       partition_key, task_name, queue_name, lock, queueing_lock, args, context, error
     from buried
   )
@@ -28,72 +28,22 @@ end;
 $$;
 comment on function dispatch_bury(bigint[], text[], timestamptz) is 'Moves staged jobs to dispatch_dead_jobs, each with its error.';
 
-create or replace function dispatch_write_handed(p_policy dispatch_policies, p_outcomes dispatch_outcome[], p_now timestamptz)
-returns void
-language plpgsql
-set search_path from current
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set enable_hashjoin = off
-set enable_mergejoin = off
-set jit = off
-as $$
-declare
-  v_observed constant boolean := dispatch_adapts(p_policy.gates);
-  v_written integer;
-begin
-  with handed as materialized (
-    select s.ctid as place, s.id, o.job_id, s.job_id is not null as was_parked, s.partition_id, s.staged_at, s.policy_name,
-      s.partition_key, s.context
-    from unnest(p_outcomes) as o
-    cross join lateral (
-      select s.ctid, s.* from dispatch_staged_jobs as s where s.id = o.id limit 1
-    ) as s
-    where o.job_id is not null
-  ), gone as (
-    delete from dispatch_staged_jobs
-    where ctid = any (array(select place from handed))
-  ), admitted_again as (
-    update dispatch_admissions
-    set admitted_at = p_now
-    where staged_id = any (array(select id from handed where was_parked))
-  ), admitted as (
-    insert into dispatch_admissions (staged_id, job_id, partition_id, staged_at, admitted_at, policy_name, partition_key, context)
-    select id, job_id, partition_id, staged_at, p_now, policy_name, partition_key, context
-    from handed
-    where not was_parked
-  )
-  insert into dispatch_inflight_jobs (job_id, staged_id, partition_id, admitted_at, policy_name, partition_key, observed)
-  select job_id, id, partition_id, p_now, policy_name, partition_key, v_observed
-  from handed;
-
-  -- Nobody else can take a job that is locked, but whoever shares the transaction can: admit twice before settling, or cancel.
-  get diagnostics v_written = row_count;
-  if v_written <> (select count(o.job_id) from unnest(p_outcomes) as o) then
-    perform dispatch_raise('PD008', format('jobs of policy %L that were handed off are not staged any more', p_policy.policy_name), null,
-      'Settle a hand-off before the same transaction admits, ticks or cancels in its policy again.');
-  end if;
-end;
-$$;
-comment on function dispatch_write_handed(dispatch_policies, dispatch_outcome[], timestamptz) is 'Jobs that were handed off leave dispatch_staged_jobs and take their slots. Raises PD008 when one of them is not staged.';
-
-create or replace function dispatch_write_failed(p_outcomes dispatch_outcome[], p_now timestamptz)
+create or replace function dispatch_write_outcomes(p_outcomes dispatch_outcome[], p_now timestamptz)
 returns void
 language plpgsql
 set search_path from current
 as $$
 begin
   perform dispatch_bury(
-    array(select o.id from unnest(p_outcomes) as o where o.error is not null order by o.id),
-    array(select o.error from unnest(p_outcomes) as o where o.error is not null order by o.id),
+    array(select o.id from unnest(p_outcomes) as o where o.kind = 'failed' order by o.id),
+    array(select o.error from unnest(p_outcomes) as o where o.kind = 'failed' order by o.id),
     p_now);
   update dispatch_staged_jobs as s
   set eligible_at = p_now + dispatch_setting_span('queueing_lock_backoff')
-  where s.id = any (array(select o.id from unnest(p_outcomes) as o where o.job_id is null and o.error is null));
+  where s.id = any (array(select o.id from unnest(p_outcomes) as o where o.kind = 'held'));
 end;
 $$;
-comment on function dispatch_write_failed(dispatch_outcome[], timestamptz) is 'Of jobs that could not be handed off, the bad ones go to dispatch_dead_jobs; those whose queueing lock is held wait a while.';
+comment on function dispatch_write_outcomes(dispatch_outcome[], timestamptz) is 'Of jobs that were not handed off, the bad ones go to dispatch_dead_jobs; those whose queueing lock or row somebody holds wait a while.';
 
 -- The claims after the hand-off. They pay for what went. Where that was less than the gates had allowed, there is room for
 -- one more: a job that goes makes no gate allow more than one less. (But for an adaptive gate, which lets an idle partition
@@ -154,7 +104,10 @@ as $$
 begin
   update dispatch_partitions as p
   set
-    due_at = case when claim.next_at is not null then greatest(claim.next_at, p_now, claim.retry_at) end,
+    due_at = case
+      when claim.reason = 'queue_full' and claim.retry_at is null then p.due_at
+      when claim.next_at is not null then greatest(claim.next_at, p_now, claim.retry_at)
+    end,
     blocked_until = claim.retry_at,
     blocked_after_finish = claim.retry_after_finish,
     blocked_reason = claim.reason,
@@ -224,7 +177,7 @@ set plan_cache_mode = force_generic_plan
 as $$
 declare
   v_now constant timestamptz := p_handoff.decided_at;
-  v_not_handed constant bigint[] := array(select o.id from unnest(p_outcomes) as o where o.job_id is null);
+  v_not_handed constant bigint[] := array(select o.id from unnest(p_outcomes) as o);
   v_jobs integer[] := '{}';
   v_reasons text[];
   v_next timestamptz[];
@@ -246,10 +199,7 @@ begin
     );
   end if;
   if p_outcomes <> '{}' then
-    perform dispatch_write_handed(p_policy, p_outcomes, v_now);
-  end if;
-  if v_not_handed <> '{}' then
-    perform dispatch_write_failed(p_outcomes, v_now);
+    perform dispatch_write_outcomes(p_outcomes, v_now);
   end if;
   if p_handoff.claims <> '{}' then
     v_next := dispatch_next_eligible(p_handoff.claims, v_jobs, p_handoff.ordinals, v_now);
@@ -268,7 +218,7 @@ begin
     count(*) filter (where jobs > 0),
     count(*) filter (where reason is not null),
     coalesce(sum(jobs), 0),
-    (select count(*) from unnest(p_outcomes) as o where o.error is not null),
+    (select count(*) from unnest(p_outcomes) as o where o.kind = 'failed'),
     coalesce((
       select jsonb_object_agg(kind, partitions)
       from (
@@ -291,7 +241,7 @@ begin
   return v_result;
 end;
 $$;
-comment on function dispatch_settle_outcomes(dispatch_policies, dispatch_handoffs, dispatch_outcome[]) is 'Writes down a tick whose hand-off has the given outcomes, and returns what it did.';
+comment on function dispatch_settle_outcomes(dispatch_policies, dispatch_handoffs, dispatch_outcome[]) is 'Writes down a tick whose jobs were handed off, all but those of the outcomes, and returns what it did.';
 
 create or replace function dispatch_payloads(p_handoff dispatch_handoffs)
 returns setof dispatch_payload
@@ -313,7 +263,7 @@ begin
     cross join lateral (
       select * from dispatch_staged_jobs as s where s.id = picked.id limit 1
     ) as s
-    where s.job_id is null
+    where not s.parked
     order by picked.place;
 end;
 $$;
@@ -329,51 +279,51 @@ declare
   v_handoff dispatch_handoffs := dispatch_decide(v_policy, p_shard);
   v_nothing dispatch_payload;
 begin
-  if v_handoff.staged_ids <> '{}' then
-    perform dispatch_await_queue();
-  end if;
-  if cardinality(v_handoff.staged_ids) = cardinality(v_handoff.parked_ids) then
-    v_nothing.tick := dispatch_settle_outcomes(v_policy, v_handoff, dispatch_release(v_handoff.parked_ids));
+  if v_handoff.staged_ids = '{}' then
+    v_nothing.tick := dispatch_settle_outcomes(v_policy, v_handoff, '{}');
     return next v_nothing;
     return;
   end if;
-
-  insert into dispatch_handoffs (policy_name, shard, decided_at, started_at, claims, staged_ids, ordinals, parked_ids)
+  insert into dispatch_handoffs (policy_name, shard, decided_at, started_at, claims, staged_ids, places, ordinals, contested_ids)
   values (v_handoff.policy_name, v_handoff.shard, v_handoff.decided_at, v_handoff.started_at, v_handoff.claims, v_handoff.staged_ids,
-    v_handoff.ordinals, v_handoff.parked_ids)
+    v_handoff.places, v_handoff.ordinals, v_handoff.contested_ids)
   returning id into v_handoff.id;
-
   return query select * from dispatch_payloads(v_handoff);
+  -- Retries only: procrastinate knows them.
+  if not found then
+    v_nothing.tick := dispatch_settle(v_handoff.id);
+    return next v_nothing;
+  end if;
 end;
 $$;
-comment on function dispatch_admit(text, text) is 'One tick of a policy up to the hand-off, for a driver that hands off itself: returns the admitted jobs in hand-off order, which the driver must pass on and settle with dispatch_settle() in the same transaction; a commit without that is refused (PD008). Where there is nothing to hand off, and so nothing to settle, it returns one row, whose tick says what was done and whose other columns are null. Raises PD001 for an unknown policy.';
+comment on function dispatch_admit(text, text) is 'One tick of a policy up to the hand-off, for a driver that looks at the jobs first: returns those admitted that procrastinate does not know yet. The driver must settle with dispatch_settle() in the same transaction; a commit without that is refused (PD008). Where there is no such job, and so nothing to settle, it returns one row, whose tick says what was done and whose other columns are null. Raises PD001 for an unknown policy.';
 
-create or replace function dispatch_settle(p_handoff_id bigint, p_ids bigint[], p_job_ids bigint[], p_errors text[])
+create or replace function dispatch_settle(p_handoff_id bigint, p_ids bigint[] default '{}', p_errors text[] default '{}')
 returns dispatch_tick_result
 language plpgsql
 set search_path from current
 as $$
 declare
   v_handoff dispatch_handoffs;
+  v_policy dispatch_policies;
+  v_turned_back constant dispatch_outcome[] := array(
+    select row(id, coalesce(error, 'turned back'), 'failed')::dispatch_outcome from unnest(p_ids, p_errors) as refused (id, error)
+  );
 begin
   delete from dispatch_handoffs where id = p_handoff_id returning * into v_handoff;
   if not found then
     perform dispatch_raise('PD008', format('hand-off %s is not open', p_handoff_id), null,
       'Call dispatch_settle() once for each dispatch_admit() that returned jobs, in the same transaction.');
   end if;
-
-  if (select array_agg(id order by id) from unnest(p_ids) as id)
-    is distinct from (select array_agg(id order by id) from unnest(v_handoff.staged_ids) as id where id <> all (v_handoff.parked_ids)) then
+  if not p_ids <@ v_handoff.staged_ids then
     perform dispatch_raise('PD008', format('hand-off %s is settled for other jobs than were admitted', p_handoff_id), null,
-      'p_ids must name every id that dispatch_admit() returned once.');
+      'p_ids names those that dispatch_admit() returned and that are turned back.');
   end if;
-
-  return dispatch_settle_outcomes(dispatch_policy(v_handoff.policy_name), v_handoff,
-    array(select row(id, job_id, error)::dispatch_outcome from unnest(p_ids, p_job_ids, p_errors) as outcomes (id, job_id, error))
-    || dispatch_release(v_handoff.parked_ids));
+  v_policy := dispatch_policy(v_handoff.policy_name);
+  return dispatch_settle_outcomes(v_policy, v_handoff, v_turned_back || dispatch_hand_off(v_policy, v_handoff, p_ids));
 end;
 $$;
-comment on function dispatch_settle(bigint, bigint[], bigint[], text[]) is 'Ends what dispatch_admit() began. The arrays are parallel: with a job id the job was handed off, with an error it goes to dispatch_dead_jobs, with neither its queueing lock is held and it waits its turn. Raises PD008 when the hand-off is not open or the ids are not exactly the admitted ones.';
+comment on function dispatch_settle(bigint, bigint[], text[]) is 'Ends what dispatch_admit() began: hands the admitted jobs over to procrastinate, all but p_ids, which the driver turns back: those go to dispatch_dead_jobs, each with its error of p_errors (a parallel array). Raises PD008 when the hand-off is not open, or an id is none of the admitted.';
 
 create or replace function dispatch_refuse_open_handoff()
 returns trigger

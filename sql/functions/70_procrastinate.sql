@@ -1,6 +1,6 @@
 -- procrastinate: the one file that knows its tables. Hand-off, parking of retried jobs, and what its rows say of a job.
--- Invariants: a new job goes through procrastinate's public function; a job that cannot be handed off costs its neighbours
--- nothing; no row of procrastinate is waited for (a held lock counts as "not yet").
+-- Invariants: a job has one id, the one it was staged with; a job that cannot be handed off costs its neighbours nothing; no
+-- row of procrastinate is waited for (a held lock counts as "not yet").
 
 create or replace function dispatch_next_job_id()
 returns bigint
@@ -22,76 +22,6 @@ end;
 $$;
 comment on function dispatch_queueing_lock_queued(text) is 'Does a job in procrastinate''s queue hold the queueing lock?';
 
-create or replace function dispatch_is_nobodys_fault(p_sqlstate text)
-returns boolean
-language sql
-immutable
-parallel safe
-return left(p_sqlstate, 2) in ('08', '40', '53', '57', '58', 'F0', 'XX') or p_sqlstate in ('25006', '42501');
-comment on function dispatch_is_nobodys_fault(text) is 'Errors that say nothing of a job (connection, serialization, resources, shutdown, system, rights): the tick fails as a whole and is tried again.';
-
-create or replace function dispatch_refusal(p_sqlstate text, p_constraint text, p_message text)
-returns text
-language sql
-immutable
-parallel safe
-return case
-  when p_sqlstate = '23505' and p_constraint = 'procrastinate_jobs_queueing_lock_idx_v1' then null
-  when p_sqlstate = '55P03' then null
-  else p_message || ' (SQLSTATE ' || p_sqlstate || ')'
-end;
-comment on function dispatch_refusal(text, text, text) is 'Why procrastinate''s table refused a single job; null when its queueing lock is held, so that it waits its turn.';
-
-create or replace function dispatch_defer(p_ids bigint[])
-returns dispatch_outcome[]
-language plpgsql
-set search_path from current
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set enable_hashjoin = off
-set enable_mergejoin = off
-set jit = off
-set lock_timeout = '100ms'
-as $$
-declare
-  v_job_ids bigint[];
-  v_half constant integer := cardinality(p_ids) / 2;
-  v_constraint text;
-begin
-  if p_ids = '{}' then
-    return '{}';
-  end if;
-  begin
-    select procrastinate_defer_jobs_v1(array_agg(
-      row(s.queue_name, s.task_name, s.priority, s.lock, s.queueing_lock, s.args, s.scheduled_at)::procrastinate_job_to_defer_v1
-      order by picked.place))
-    into v_job_ids
-    from unnest(p_ids) with ordinality as picked (id, place)
-    cross join lateral (
-      select * from dispatch_staged_jobs as s where s.id = picked.id limit 1
-    ) as s;
-    return array(
-      select row(id, job_id, null)::dispatch_outcome
-      from unnest(p_ids, v_job_ids) as handed (id, job_id)
-    );
-  exception
-    when others then
-      -- Without the function no job can go: procrastinate's schema is not the one that this was made for.
-      if dispatch_is_nobodys_fault(sqlstate) or to_regproc('procrastinate_defer_jobs_v1') is null then
-        raise;
-      end if;
-      get stacked diagnostics v_constraint = constraint_name;
-      if cardinality(p_ids) = 1 then
-        return array[row(p_ids[1], null, dispatch_refusal(sqlstate, v_constraint, sqlerrm))::dispatch_outcome];
-      end if;
-  end;
-  -- Something in the batch is bad: halve it until the bad ones are alone.
-  return dispatch_defer(p_ids[:v_half]) || dispatch_defer(p_ids[v_half + 1:]);
-end;
-$$;
-comment on function dispatch_defer(bigint[]) is 'Defers staged jobs through procrastinate_defer_jobs_v1, in the order given: a job id for each, or the error, or neither when its queueing lock is held.';
-
 create or replace function dispatch_parked_until()
 returns timestamptz
 language sql
@@ -100,8 +30,25 @@ parallel safe
 return '3000-01-01 00:00:00+00'::timestamptz;
 comment on function dispatch_parked_until() is 'The schedule of a parked job in procrastinate_jobs: far away, and a time that every client can read.';
 
-create or replace function dispatch_release(p_ids bigint[])
-returns dispatch_outcome[]
+create or replace function dispatch_forget_parking(p_job_ids bigint[])
+returns void
+language plpgsql
+set search_path from current
+set enable_seqscan = off
+as $$
+begin
+  delete from procrastinate_events
+  where job_id = any (p_job_ids)
+    and type = 'scheduled'
+    and at = dispatch_parked_until();
+end;
+$$;
+comment on function dispatch_forget_parking(bigint[]) is 'procrastinate writes each schedule down as an event, that of parking too. Retention by age would never come to such a job.';
+
+-- All that a hand-off writes, in one statement: the staged row goes, procrastinate's comes (or comes back from where it was
+-- parked), slot and admission are noted.
+create or replace function dispatch_queue(p_places tid[], p_observed boolean, p_now timestamptz)
+returns bigint
 language plpgsql
 set search_path from current
 set plan_cache_mode = force_generic_plan
@@ -110,87 +57,252 @@ set enable_bitmapscan = off
 set enable_hashjoin = off
 set enable_mergejoin = off
 set jit = off
-set lock_timeout = '100ms'
 as $$
 declare
-  v_outcomes dispatch_outcome[] := '{}';
-  v_job record;
-  v_constraint text;
+  v_jobs bigint;
+  v_released bigint[];
 begin
-  for v_job in
-    select s.*
-    from unnest(p_ids) with ordinality as picked (id, place)
-    cross join lateral (
-      select * from dispatch_staged_jobs as s where s.id = picked.id limit 1
-    ) as s
-    order by picked.place
-  loop
-    begin
-      perform 1
-      from procrastinate_jobs
-      where id = v_job.job_id
-        and status = 'todo'
-        and (v_job.queueing_lock is null or not dispatch_queueing_lock_queued(v_job.queueing_lock))
-      for update skip locked;
-      if found then
-        update procrastinate_jobs
-        set (scheduled_at, priority, lock, queueing_lock) = (v_job.scheduled_at, v_job.priority, v_job.lock, v_job.queueing_lock)
-        where id = v_job.job_id;
-        perform
-          pg_notify(channel, json_build_object('type', 'job_inserted', 'job_id', v_job.job_id)::text)
-        from unnest(array['procrastinate_queue_v1#' || v_job.queue_name, 'procrastinate_any_queue_v1']) as channel;
-        v_outcomes := v_outcomes || row(v_job.id, v_job.job_id, null)::dispatch_outcome;
-      else
-        v_outcomes := v_outcomes || row(v_job.id, null, null)::dispatch_outcome;
-      end if;
-    exception
-      when others then
-        if dispatch_is_nobodys_fault(sqlstate) then
-          raise;
-        end if;
-        get stacked diagnostics v_constraint = constraint_name;
-        v_outcomes := v_outcomes || row(v_job.id, null, dispatch_refusal(sqlstate, v_constraint, sqlerrm))::dispatch_outcome;
-    end;
-  end loop;
-  return v_outcomes;
+  with taken as (
+    delete from dispatch_staged_jobs where ctid = any (p_places) returning *
+  ), queued as (
+    insert into procrastinate_jobs (id, queue_name, task_name, priority, lock, queueing_lock, args, scheduled_at, attempts)
+    select id, queue_name, task_name, priority, lock, queueing_lock, args, scheduled_at, attempts
+    from taken
+    where not parked
+  ), released as (
+    update procrastinate_jobs as job
+    set (scheduled_at, priority, lock, queueing_lock) = (taken.scheduled_at, taken.priority, taken.lock, taken.queueing_lock)
+    from taken
+    where taken.parked
+      and job.id = taken.id
+    returning job.id, job.queue_name
+  ), admitted as (
+    insert into dispatch_admissions (job_id, partition_id, staged_at, admitted_at, policy_name, partition_key, context)
+    select id, partition_id, staged_at, p_now, policy_name, partition_key, context
+    from taken
+    on conflict on constraint dispatch_admissions_pkey do update
+    set (partition_id, staged_at, admitted_at, policy_name, partition_key, context, ending)
+      = (excluded.partition_id, excluded.staged_at, excluded.admitted_at, excluded.policy_name, excluded.partition_key, excluded.context, null)
+  ), slots as (
+    insert into dispatch_inflight_jobs (job_id, partition_id, admitted_at, policy_name, partition_key, observed)
+    select id, partition_id, p_now, policy_name, partition_key, p_observed
+    from taken
+  ), woken as (
+    select id, pg_notify(channel, json_build_object('type', 'job_inserted', 'job_id', id)::text)
+    from released
+    cross join lateral unnest(array['procrastinate_queue_v1#' || queue_name, 'procrastinate_any_queue_v1']) as channel
+  )
+  select (select count(*) from taken), array(select distinct id from woken) into v_jobs, v_released;
+  if v_released <> '{}' then
+    perform dispatch_forget_parking(v_released);
+  end if;
+  return v_jobs;
 end;
 $$;
-comment on function dispatch_release(bigint[]) is 'Brings parked retries back into procrastinate''s queue, and wakes its workers. A row that somebody holds, or whose queueing lock is taken, is left for later.';
+comment on function dispatch_queue(tid[], boolean, timestamptz) is 'Hands staged jobs, whose rows are locked, over to procrastinate, all or none, each under its id. Returns how many there were. p_observed: does a gate learn from them?';
 
-create or replace function dispatch_await_queue()
-returns void
+create or replace function dispatch_is_held(p_sqlstate text, p_constraint text)
+returns boolean
+language sql
+immutable
+parallel safe
+return left(p_sqlstate, 2) = '40' or p_sqlstate = '55P03'
+  or (p_sqlstate = '23505' and p_constraint = 'procrastinate_jobs_queueing_lock_idx_v1');
+comment on function dispatch_is_held(text, text) is 'Errors that say that somebody is in a job''s way for now: a job with its queueing lock, whoever has a lock that does not come free soon, a deadlock.';
+
+create or replace function dispatch_outcome_of(p_id bigint, p_sqlstate text, p_constraint text, p_message text)
+returns dispatch_outcome
+language sql
+immutable
+parallel safe
+return case
+  when dispatch_is_held(p_sqlstate, p_constraint) then row(p_id, null, 'held')::dispatch_outcome
+  else row(p_id, p_message || ' (SQLSTATE ' || p_sqlstate || ')', 'failed')::dispatch_outcome
+end;
+comment on function dispatch_outcome_of(bigint, text, text, text) is 'What an error means for the job that met it, all alone.';
+
+create or replace function dispatch_is_nobodys_fault(p_sqlstate text)
+returns boolean
+language sql
+immutable
+parallel safe
+return left(p_sqlstate, 2) in ('08', '25', '42', '53', '57', '58', 'F0', 'XX');
+comment on function dispatch_is_nobodys_fault(text) is 'Errors that may say nothing of a job: connection, read-only transaction, rights or a schema of another version, resources, shutdown, system.';
+
+create or replace function dispatch_may_be_its_fault(p_sqlstate text)
+returns boolean
 language plpgsql
+stable
 set search_path from current
 as $$
 begin
-  lock table procrastinate_jobs in row exclusive mode;
+  return not dispatch_is_nobodys_fault(p_sqlstate)
+    -- A row-level policy of procrastinate's table speaks with the SQLSTATE of a missing right.
+    or (p_sqlstate = '42501' and row_security_active('procrastinate_jobs') and has_table_privilege('procrastinate_jobs', 'insert'));
 end;
 $$;
-comment on function dispatch_await_queue() is 'Waits for whoever alters procrastinate''s table or indexes it, before a hand-off, in which a lock that is not free soon counts as held by another job.';
+comment on function dispatch_may_be_its_fault(text) is 'Can an error be of the job that met it, where no other job tells?';
 
-create or replace function dispatch_hand_off(p_ids bigint[], p_parked_ids bigint[])
+create or replace function dispatch_try_each(p_ids bigint[], p_places tid[], p_observed boolean, p_now timestamptz)
 returns dispatch_outcome[]
 language plpgsql
 set search_path from current
 as $$
+declare
+  v_outcomes dispatch_outcome[] := '{}';
+  v_at integer := 0;
+  v_doubtful integer := 0;
+  v_passed boolean := false;
+  v_constraint text;
+  v_sqlstate text;
+  v_message text;
 begin
-  if p_ids = '{}' then
+  while v_at < cardinality(p_ids) loop
+    begin
+      while v_at < cardinality(p_ids) loop
+        v_at := v_at + 1;
+        perform dispatch_queue(p_places[v_at:v_at], p_observed, p_now);
+        v_passed := true;
+      end loop;
+      raise exception using errcode = 'PD000', message = 'all of it is taken back';
+    exception
+      when sqlstate 'PD000' then
+        null;
+      when others or assert_failure then
+        get stacked diagnostics v_constraint = constraint_name;
+        if dispatch_is_nobodys_fault(sqlstate) then
+          v_doubtful := v_doubtful + 1;
+          v_sqlstate := sqlstate;
+          v_message := sqlerrm;
+        end if;
+        v_outcomes := v_outcomes || dispatch_outcome_of(p_ids[v_at], sqlstate, v_constraint, sqlerrm);
+        -- Whoever has waited for one has waited for all.
+        perform set_config('lock_timeout', '1ms', true);
+    end;
+    exit when v_doubtful = 10 and not v_passed;
+  end loop;
+  if not v_passed and (v_doubtful > 1 or (v_doubtful = 1 and not dispatch_may_be_its_fault(v_sqlstate))) then
+    raise exception using errcode = v_sqlstate, message = v_message;
+  end if;
+  return v_outcomes;
+end;
+$$;
+comment on function dispatch_try_each(bigint[], tid[], boolean, timestamptz) is 'Tries to hand jobs over one by one, takes all of it back, and returns what became of those that cannot go. Where none can and some meet what may be nobody''s fault, that is raised.';
+
+create or replace function dispatch_hand_over(p_ids bigint[], p_places tid[], p_observed boolean, p_now timestamptz)
+returns dispatch_outcome[]
+language plpgsql
+set search_path from current
+set lock_timeout = '100ms'
+as $$
+declare
+  v_outcomes dispatch_outcome[] := '{}';
+  v_stopped dispatch_outcome[];
+  v_queued bigint;
+  v_constraint text;
+begin
+  while p_ids <> '{}' loop
+    begin
+      v_queued := dispatch_queue(p_places, p_observed, p_now);
+    exception
+      when others or assert_failure then
+        get stacked diagnostics v_constraint = constraint_name;
+        if cardinality(p_ids) = 1 and not dispatch_may_be_its_fault(sqlstate) then
+          raise;
+        end if;
+        v_stopped := array[dispatch_outcome_of(p_ids[1], sqlstate, v_constraint, sqlerrm)];
+    end;
+    exit when v_queued is not null;
+    if cardinality(p_ids) > 1 then
+      v_stopped := dispatch_try_each(p_ids, p_places, p_observed, p_now);
+    end if;
+    -- Each can go by itself now: whoever was in the way has just gone.
+    if v_stopped = '{}' then
+      v_stopped := array(select row(id, null, 'held')::dispatch_outcome from unnest(p_ids) as id);
+    end if;
+    v_outcomes := v_outcomes || v_stopped;
+    select coalesce(array_agg(id order by turn), '{}'), coalesce(array_agg(place order by turn), '{}')
+    into p_ids, p_places
+    from unnest(p_ids, p_places) with ordinality as jobs (id, place, turn)
+    where id <> all (array(select o.id from unnest(v_stopped) as o));
+  end loop;
+
+  -- Nobody else can take a job that is locked, but whoever shares the transaction can: admit twice before settling, or cancel.
+  if v_queued < cardinality(p_ids) then
+    perform dispatch_raise('PD008', 'jobs that were admitted are not staged any more', null,
+      'Settle a hand-off before the same transaction admits, ticks or cancels in its policy again.');
+  end if;
+  return v_outcomes;
+end;
+$$;
+comment on function dispatch_hand_over(bigint[], tid[], boolean, timestamptz) is 'Hands staged jobs, whose rows are locked, over to procrastinate, and returns what became of those that cannot go. Raises what is nobody''s fault, and PD008 when one of them is not staged.';
+
+create or replace function dispatch_held(p_ids bigint[])
+returns bigint[]
+language plpgsql
+set search_path from current
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_hashjoin = off
+set enable_mergejoin = off
+set jit = off
+as $$
+declare
+  v_free constant bigint[] := array(
+    select job.id from procrastinate_jobs as job where job.id = any (p_ids) and job.status = 'todo' for update skip locked
+  );
+begin
+  return array(
+    select s.id
+    from unnest(p_ids) as contested (id)
+    cross join lateral (
+      select * from dispatch_staged_jobs as s where s.id = contested.id limit 1
+    ) as s
+    where (s.parked and s.id <> all (v_free))
+      or dispatch_queueing_lock_queued(s.queueing_lock)
+  );
+end;
+$$;
+comment on function dispatch_held(bigint[]) is 'Of staged jobs, those whose queueing lock a queued job has, and the retries whose parked row somebody holds. The rows of the other retries are locked then.';
+
+create or replace function dispatch_hand_off(p_policy dispatch_policies, p_handoff dispatch_handoffs, p_turned_back bigint[] default '{}')
+returns dispatch_outcome[]
+language plpgsql
+set search_path from current
+as $$
+declare
+  v_observed constant boolean := dispatch_adapts(p_policy.gates);
+  v_held bigint[];
+  v_jobs record;
+begin
+  if p_handoff.staged_ids = '{}' then
     return '{}';
   end if;
   -- Whoever alters the table is waited for here, once; below, a lock that is not free soon counts as held.
   lock table procrastinate_jobs in row exclusive mode;
-  if p_parked_ids = '{}' then
-    return dispatch_defer(p_ids);
+  if p_handoff.contested_ids = '{}' and p_turned_back = '{}' then
+    return dispatch_hand_over(p_handoff.staged_ids, p_handoff.places, v_observed, p_handoff.decided_at);
   end if;
-  return dispatch_defer(array(
-    select picked.id
-    from unnest(p_ids) with ordinality as picked (id, place)
-    where picked.id <> all (p_parked_ids)
-    order by picked.place
-  )) || dispatch_release(p_parked_ids);
+
+  v_held := dispatch_held(array(select unnest(p_handoff.contested_ids) except select unnest(p_turned_back)));
+  select
+    coalesce(array_agg(id order by turn) filter (where not contested), '{}') as free_ids,
+    coalesce(array_agg(place order by turn) filter (where not contested), '{}') as free_places,
+    coalesce(array_agg(id order by turn) filter (where contested), '{}') as contested_ids,
+    coalesce(array_agg(place order by turn) filter (where contested), '{}') as contested_places
+  into v_jobs
+  from (
+    select *, id = any (p_handoff.contested_ids) as contested
+    from unnest(p_handoff.staged_ids, p_handoff.places) with ordinality as jobs (id, place, turn)
+    where id <> all (p_turned_back || v_held)
+  ) as jobs;
+  return dispatch_hand_over(v_jobs.free_ids, v_jobs.free_places, v_observed, p_handoff.decided_at)
+    || dispatch_hand_over(v_jobs.contested_ids, v_jobs.contested_places, v_observed, p_handoff.decided_at)
+    || array(select row(id, null, 'held')::dispatch_outcome from unnest(v_held) as id);
 end;
 $$;
-comment on function dispatch_hand_off(bigint[], bigint[]) is 'Hands staged jobs over to procrastinate: new ones are deferred, the parked ones among them released.';
+comment on function dispatch_hand_off(dispatch_policies, dispatch_handoffs, bigint[]) is 'Hands the jobs of a tick over to procrastinate, all but those that a driver turns back, and returns what became of those that did not go. Those that may have to wait for somebody go by themselves.';
 
 create or replace function dispatch_lag_ms(p_job_id bigint, p_admitted_at timestamptz)
 returns double precision
@@ -277,6 +389,31 @@ begin
 end;
 $$;
 comment on function dispatch_running_jobs() is 'The jobs that workers run, also those of no policy.';
+
+create or replace function dispatch_running_count(p_policy text, p_until timestamptz)
+returns integer
+language plpgsql
+stable
+set search_path from current
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_hashjoin = off
+set enable_mergejoin = off
+set jit = off
+as $$
+begin
+  return (
+    select count(*)
+    from dispatch_running_jobs() as running (job_id)
+    cross join lateral (
+      select policy_name, admitted_at from dispatch_inflight_jobs as slot where slot.job_id = running.job_id limit 1
+    ) as slot
+    where slot.policy_name = p_policy
+      and slot.admitted_at <= p_until
+  );
+end;
+$$;
+comment on function dispatch_running_count(text, timestamptz) is 'How many of the jobs that hold a policy''s slots as of a time run.';
 
 create or replace function dispatch_slot_counts(p_now timestamptz)
 returns table (policy_name text, queued bigint, running bigint, oldest_queued_at timestamptz)
@@ -382,8 +519,8 @@ begin
       select j.status, j.worker_id from procrastinate_jobs as j where j.id = slot.job_id limit 1
     ) as job
     where job.status = 'doing'
-      and job.worker_id is null
       and slot.orphaned_at is null
+      and not exists (select from procrastinate_workers as w where w.id = job.worker_id)
     order by slot.job_id
     limit p_limit
     for update of slot skip locked
@@ -403,11 +540,11 @@ begin
     select s.id
     from dispatch_staged_jobs as s
     left join lateral (
-      select j.status from procrastinate_jobs as j where j.id = s.job_id limit 1
+      select j.status from procrastinate_jobs as j where j.id = s.id limit 1
     ) as job on true
-    where s.job_id is not null
+    where s.parked
       and job.status is distinct from 'todo'
-    order by s.job_id
+    order by s.id
     limit p_limit
     for update of s skip locked;
 end;
@@ -422,18 +559,19 @@ set enable_seqscan = off
 as $$
 begin
   return query
-    select a.staged_id
+    select a.job_id
     from dispatch_admissions as a
     left join lateral (
       select j.status from procrastinate_jobs as j where j.id = a.job_id limit 1
     ) as job on true
     where a.admitted_at < p_before
       and coalesce(job.status not in ('todo', 'doing'), true)
+      and coalesce(dispatch_ended_at(a.job_id) < p_before, true)
     limit p_limit
     for update of a skip locked;
 end;
 $$;
-comment on function dispatch_ended_admissions(timestamptz, integer) is 'Admissions from before a time, locked, whose job is neither queued nor running.';
+comment on function dispatch_ended_admissions(timestamptz, integer) is 'Admissions of jobs that ended before a time, or were admitted before it and are gone, locked.';
 
 create or replace function dispatch_retry_stalled(p_job_id bigint)
 returns boolean
@@ -476,7 +614,7 @@ begin
   end if;
 
   -- A parked retry that was cancelled or deleted waits no longer.
-  delete from dispatch_staged_jobs where job_id = p_job_id returning * into v_removed;
+  delete from dispatch_staged_jobs where id = p_job_id and parked returning * into v_removed;
   if found then
     insert into dispatch_inbox (policy_name, partition_id, kind, jobs)
     values (v_removed.policy_name, v_removed.partition_id, 'removed', -1);
@@ -486,29 +624,26 @@ end;
 $$;
 comment on function dispatch_free_slot(bigint, boolean) is 'Frees the slot of a procrastinate job that ended and notes the observation (null: it is none). Returns whether it had a slot; a second call does nothing.';
 
-create or replace function dispatch_restage(p_job procrastinate_jobs, p_staged_id bigint, p_policy dispatch_policies, p_partition_id uuid)
+create or replace function dispatch_restage(p_job procrastinate_jobs, p_admission dispatch_admissions, p_policy dispatch_policies)
 returns void
 language plpgsql
 set search_path from current
 set enable_seqscan = off
 as $$
 declare
-  v_now constant timestamptz := dispatch_now();
-  v_admission dispatch_admissions;
 begin
-  select * into strict v_admission from dispatch_admissions where staged_id = p_staged_id;
-  insert into dispatch_staged_jobs (id, partition_id, eligible_at, staged_at, scheduled_at, job_id, priority, attempts, policy_name,
+  insert into dispatch_staged_jobs (id, parked, partition_id, eligible_at, staged_at, scheduled_at, priority, attempts, policy_name,
     partition_key, task_name, queue_name, lock, queueing_lock, args, context)
-  values (p_staged_id, p_partition_id, coalesce(p_job.scheduled_at, '-infinity'), v_admission.staged_at, p_job.scheduled_at, p_job.id,
-    p_job.priority, p_job.attempts, p_policy.policy_name, v_admission.partition_key, p_job.task_name, p_job.queue_name, p_job.lock,
-    p_job.queueing_lock, p_job.args, v_admission.context);
+  values (p_job.id, true, p_admission.partition_id, coalesce(p_job.scheduled_at, '-infinity'), p_admission.staged_at, p_job.scheduled_at,
+    p_job.priority, p_job.attempts, p_policy.policy_name, p_admission.partition_key, p_job.task_name, p_job.queue_name, p_job.lock,
+    p_job.queueing_lock, p_job.args, p_admission.context);
   insert into dispatch_inbox (policy_name, partition_id, kind, jobs, due_at, newest_id, partition_key, shard, context)
-  values (p_policy.policy_name, p_partition_id, 'staged', 1, greatest(p_job.scheduled_at, v_now), 0, v_admission.partition_key,
-    dispatch_shard(p_policy.shard_by, v_admission.context), v_admission.context);
+  values (p_policy.policy_name, p_admission.partition_id, 'staged', 1, greatest(p_job.scheduled_at, dispatch_now()), 0,
+    p_admission.partition_key, dispatch_shard(p_policy.shard_by, p_admission.context), p_admission.context);
   perform dispatch_wake(p_policy.policy_name);
 end;
 $$;
-comment on function dispatch_restage(procrastinate_jobs, bigint, dispatch_policies, uuid) is 'Puts a retried job back into its policy, as it is and under the id that defer returned; its row in procrastinate_jobs stays, parked.';
+comment on function dispatch_restage(procrastinate_jobs, dispatch_admissions, dispatch_policies) is 'Puts a retried job back into its policy, as it is; its row in procrastinate_jobs stays, parked.';
 
 create or replace function dispatch_retried()
 returns trigger
@@ -523,10 +658,10 @@ declare
   v_slot dispatch_inflight_jobs;
   v_lag_ms double precision;
 begin
-  if old.status not in ('doing', 'failed') then
+  if old.status = 'todo' then
     return new;
   end if;
-  select * into v_admission from dispatch_admissions where job_id = new.id order by admitted_at desc limit 1;
+  select * into v_admission from dispatch_admissions where job_id = new.id;
   if not found then
     return new;
   end if;
@@ -537,9 +672,10 @@ begin
 
   if v_policy.retry_strategy = 'restage' then
     perform dispatch_free_slot(new.id, false);
-    perform dispatch_restage(new, v_admission.staged_id, v_policy, v_admission.partition_id);
+    perform dispatch_restage(new, v_admission, v_policy);
     new.scheduled_at := dispatch_parked_until();
     new.priority := -2147483648;
+    new.worker_id := null;
     new.lock := null;
     new.queueing_lock := null;
   else
@@ -554,9 +690,8 @@ begin
       select v_slot.policy_name, v_slot.partition_id, 'finished', false, v_lag_ms
       where v_lag_ms is not null;
     else
-      insert into dispatch_inflight_jobs (job_id, staged_id, partition_id, admitted_at, policy_name, partition_key)
-      values (new.id, v_admission.staged_id, v_admission.partition_id, greatest(dispatch_now(), new.scheduled_at), v_admission.policy_name,
-        v_admission.partition_key);
+      insert into dispatch_inflight_jobs (job_id, partition_id, admitted_at, policy_name, partition_key)
+      values (new.id, v_admission.partition_id, greatest(dispatch_now(), new.scheduled_at), v_admission.policy_name, v_admission.partition_key);
       insert into dispatch_inbox (policy_name, partition_id, kind, jobs)
       values (v_admission.policy_name, v_admission.partition_id, 'finished', 1);
     end if;
@@ -568,7 +703,33 @@ exception
     return new;
 end;
 $$;
-comment on function dispatch_retried() is 'Trigger: a job of a policy goes back to todo. With retry_strategy restage the policy holds it, and its row is parked: far schedule and lowest priority (so that a worker''s fetch reads it last), no locks (so that it stands in nobody''s way).';
+comment on function dispatch_retried() is 'Trigger: a job of a policy goes back to todo. With retry_strategy restage the policy holds it, and its row is parked: far schedule and lowest priority (so that a worker''s fetch reads it last), no locks (so that it stands in nobody''s way), no worker (whose end would touch it).';
+
+create or replace function dispatch_rescheduled()
+returns trigger
+language plpgsql
+security definer
+set search_path from current
+set enable_seqscan = off
+as $$
+declare
+  v_job dispatch_staged_jobs;
+begin
+  update dispatch_staged_jobs
+  set (scheduled_at, eligible_at) = (new.scheduled_at, coalesce(new.scheduled_at, '-infinity'))
+  where id = new.id
+    and parked
+  returning * into v_job;
+  if found then
+    insert into dispatch_inbox (policy_name, partition_id, kind)
+    values (v_job.policy_name, v_job.partition_id, 'resumed');
+    perform dispatch_wake(v_job.policy_name);
+    new.scheduled_at := old.scheduled_at;
+  end if;
+  return new;
+end;
+$$;
+comment on function dispatch_rescheduled() is 'Trigger: somebody gives a parked job another schedule. Its policy takes that for when the job is next to go, and its row stays parked. (A tick takes the job out of its policy before it gives the row its schedule back.)';
 
 -- One call for each job that ends, in the worker's transaction: so what it does for a running one stands here itself, where
 -- a call of dispatch_free_slot(), with its pins, would cost a quarter more.
@@ -585,12 +746,9 @@ declare
   v_lag_ms double precision;
 begin
   if tg_op = 'UPDATE' and new.status = 'todo' then
-    -- It did not end, it waits again: if parked, procrastinate has just written the far schedule down as an event.
+    -- It did not end, it waits again.
     if new.scheduled_at = dispatch_parked_until() then
-      delete from procrastinate_events
-      where job_id = new.id
-        and type = 'scheduled'
-        and at = new.scheduled_at;
+      perform dispatch_forget_parking(array[new.id]);
     end if;
   elsif old.status = 'doing' then
     v_succeeded := case when tg_op = 'DELETE' or new.status = 'succeeded' then true when new.status = 'failed' then false end;
@@ -608,6 +766,9 @@ begin
     end if;
   elsif old.status = 'todo' then
     perform dispatch_free_slot(old.id, null);
+    if old.scheduled_at = dispatch_parked_until() then
+      perform dispatch_forget_parking(array[old.id]);
+    end if;
     -- Deleted before it ran: of such a job nothing is known any more, here as in procrastinate.
     if tg_op = 'DELETE' then
       delete from dispatch_admissions where job_id = old.id;
@@ -632,50 +793,42 @@ as $$
 begin
   return query
     with staged as (
-      select s.id, 'staged', s.policy_name, s.partition_key, s.job_id, s.task_name, s.queue_name, s.attempts, s.staged_at,
-        null::timestamptz, null::timestamptz
+      select s.id, 'staged', s.policy_name, s.partition_key, case when s.parked then s.id end, s.task_name, s.queue_name, s.attempts,
+        s.staged_at, null::timestamptz, null::timestamptz
       from dispatch_staged_jobs as s
-      where s.id = p_id or s.job_id = p_id
+      where s.id = p_id
     ), dead as (
-      select d.id, 'dead', d.policy_name, d.partition_key, d.job_id, d.task_name, d.queue_name, d.attempts, d.staged_at,
-        null::timestamptz, d.died_at
+      select d.id, 'dead', d.policy_name, d.partition_key, case when d.parked then d.id end, d.task_name, d.queue_name, d.attempts,
+        d.staged_at, null::timestamptz, d.died_at
       from dispatch_dead_jobs as d
-      where d.id = p_id or d.job_id = p_id
-    ), admitted as (
+      where d.id = p_id
+    ), handed as (
       select
-        a.staged_id,
+        ids.id,
         case
-          when a.job_id is null or job.status = 'cancelled' then 'cancelled'
+          when a.ending is not null then a.ending
           when job.status = 'todo' then 'queued'
           when job.status = 'doing' then 'running'
+          when job.status = 'cancelled' then 'cancelled'
           else 'finished'
         end,
-        a.policy_name, a.partition_key, a.job_id, job.task_name::text, job.queue_name::text, job.attempts, a.staged_at,
-        case when a.job_id is not null then a.admitted_at end,
-        case when a.job_id is null then a.admitted_at else dispatch_ended_at(a.job_id) end
-      from dispatch_admissions as a
-      left join procrastinate_jobs as job on job.id = a.job_id
-      where a.staged_id = p_id or a.job_id = p_id
-    ), foreign_jobs as (
-      select
-        job.id,
-        case job.status when 'todo' then 'queued' when 'doing' then 'running' when 'cancelled' then 'cancelled' else 'finished' end,
-        null::text, null::text, job.id, job.task_name::text, job.queue_name::text, job.attempts, null::timestamptz, null::timestamptz,
-        dispatch_ended_at(job.id)
-      from procrastinate_jobs as job
-      where job.id = p_id
+        a.policy_name, a.partition_key, job.id, job.task_name::text, job.queue_name::text, job.attempts, a.staged_at,
+        case when a.ending is null then a.admitted_at end,
+        case when a.ending is null then dispatch_ended_at(p_id) else a.admitted_at end
+      from (values (p_id)) as ids (id)
+      left join dispatch_admissions as a on a.job_id = ids.id
+      left join procrastinate_jobs as job on job.id = ids.id
+      where a.job_id is not null or job.id is not null
     )
     select * from staged
     union all
     select * from dead
     union all
-    select * from admitted
-    union all
-    select * from foreign_jobs
+    select * from handed
     limit 1;
 end;
 $$;
-comment on function dispatch_job_states(bigint) is 'Where a job is, by the id that defer returned or by procrastinate''s; no row for an id that is neither.';
+comment on function dispatch_job_states(bigint) is 'Where a job is; no row for an id that no job has. job_id is null as long as procrastinate has no row of it.';
 
 create or replace function dispatch_ended_at(p_job_id bigint)
 returns timestamptz
@@ -708,11 +861,10 @@ begin
   select * into v_job from dispatch_job_states(p_id);
   return case v_job.state
     when 'staged' then 'todo'
-    when 'queued' then 'todo'
-    when 'running' then 'doing'
-    when 'cancelled' then 'cancelled'
     when 'dead' then 'failed'
-    when 'finished' then coalesce((select status::text from procrastinate_jobs where id = v_job.job_id), 'succeeded')
+    else coalesce(
+      (select status::text from procrastinate_jobs where id = p_id),
+      case v_job.state when 'cancelled' then 'cancelled' when 'finished' then 'succeeded' end)
   end;
 end;
 $$;
@@ -751,26 +903,101 @@ end;
 $$;
 comment on function dispatch_job_facts(bigint) is 'What procrastinate knows of a job: its status, its schedule, its lock, when it last started and when its worker gave its last sign. All null when its row is gone.';
 
-create or replace function dispatch_cancel_job(p_id bigint, p_abort boolean, p_delete_job boolean)
+-- As if procrastinate had had it all along: with its row, and the events that tell procrastinate's retention how old it is.
+create or replace function dispatch_write_ended(p_job dispatch_staged_jobs, p_status text, p_now timestamptz)
+returns void
+language plpgsql
+set search_path from current
+as $$
+begin
+  insert into procrastinate_jobs (id, queue_name, task_name, priority, lock, queueing_lock, args, scheduled_at, status)
+  values (p_job.id, p_job.queue_name, p_job.task_name, p_job.priority, p_job.lock, p_job.queueing_lock, p_job.args, p_job.scheduled_at,
+    p_status::procrastinate_job_status);
+  insert into procrastinate_events (job_id, type, at)
+  values (p_job.id, 'deferred', p_job.staged_at), (p_job.id, 'cancelled', p_now);
+end;
+$$;
+comment on function dispatch_write_ended(dispatch_staged_jobs, text, timestamptz) is 'Writes a staged job that ends without being handed off into procrastinate''s tables.';
+
+create or replace function dispatch_end_staged(p_id bigint, p_status text, p_delete_job boolean)
 returns boolean
 language plpgsql
 set search_path from current
 set enable_seqscan = off
 as $$
+declare
+  v_now constant timestamptz := dispatch_now();
+  v_job dispatch_staged_jobs;
 begin
-  -- A retry that waits has a row in procrastinate, so procrastinate cancels or deletes it.
-  if not exists (select from dispatch_staged_jobs where id = p_id and job_id is not null) and dispatch_cancel(p_id) then
-    if p_delete_job then
-      delete from dispatch_admissions where staged_id = p_id and job_id is null;
-    end if;
-    return true;
+  delete from dispatch_staged_jobs where id = p_id and not parked returning * into v_job;
+  if not found then
+    return false;
   end if;
-  -- In a statement of its own: what a tick has admitted meanwhile is seen here.
-  return procrastinate_cancel_job_v1(
-    coalesce((select job_id from dispatch_admissions where staged_id = p_id), p_id), p_abort, p_delete_job) is not null;
+  insert into dispatch_inbox (policy_name, partition_id, kind, jobs)
+  values (v_job.policy_name, v_job.partition_id, 'removed', -1);
+  if not p_delete_job then
+    insert into dispatch_admissions (job_id, partition_id, staged_at, admitted_at, policy_name, partition_key, context, ending)
+    values (p_id, v_job.partition_id, v_job.staged_at, v_now, v_job.policy_name, v_job.partition_key, v_job.context,
+      case p_status when 'cancelled' then 'cancelled' else 'finished' end);
+    perform dispatch_write_ended(v_job, p_status, v_now);
+  end if;
+  return true;
+end;
+$$;
+comment on function dispatch_end_staged(bigint, text, boolean) is 'Ends a job that is staged and was never handed off, with one of procrastinate''s words, or without a trace (p_delete_job). False when there is no such job (any more). Waits for a tick that is just admitting it.';
+
+create or replace function dispatch_cancel_job(p_id bigint, p_abort boolean, p_delete_job boolean)
+returns boolean
+language plpgsql
+set search_path from current
+as $$
+begin
+  -- One after the other: what a tick has admitted meanwhile is seen by the second.
+  return dispatch_end_staged(p_id, 'cancelled', p_delete_job) or procrastinate_cancel_job_v1(p_id, p_abort, p_delete_job) is not null;
 end;
 $$;
 comment on function dispatch_cancel_job(bigint, boolean, boolean) is 'What procrastinate''s cancel does, for any job: one that is staged is cancelled here (p_delete_job: without a trace), any other by procrastinate, with its meaning of p_abort and p_delete_job.';
+
+create or replace function dispatch_finish_job(p_id bigint, p_status text, p_delete_job boolean)
+returns void
+language plpgsql
+set search_path from current
+as $$
+begin
+  if not dispatch_end_staged(p_id, p_status, p_delete_job) then
+    perform procrastinate_finish_job_v1(p_id, p_status::procrastinate_job_status, p_delete_job);
+  end if;
+end;
+$$;
+comment on function dispatch_finish_job(bigint, text, boolean) is 'What procrastinate''s finish does, for any job, staged ones too.';
+
+-- In test suites everywhere. What procrastinate forgets is forgotten here, for its ids may be given out anew; what was spent
+-- (tokens, what adaptive gates have learned, fairness) is not.
+create or replace function dispatch_truncated()
+returns trigger
+language plpgsql
+security definer
+set search_path from current
+as $$
+declare
+  v_gone constant jsonb := jsonb_build_object(
+    'waiting', (select count(*) from dispatch_staged_jobs),
+    'in_flight', (select count(*) from dispatch_inflight_jobs),
+    'dead', (select count(*) from dispatch_dead_jobs));
+begin
+  truncate dispatch_staged_jobs, dispatch_inbox, dispatch_inflight_jobs, dispatch_admissions, dispatch_dead_jobs;
+  update dispatch_partitions
+  set (due_at, blocked_until, blocked_after_finish, blocked_reason, waiting_since, pending_count, in_flight_count, newest_id)
+    = (null, null, null, null, null, 0, 0, 0);
+  if v_gone <> '{"waiting": 0, "in_flight": 0, "dead": 0}' then
+    perform dispatch_audit(session_user, 'truncate', null, null, null, v_gone);
+    raise notice 'pydispatch: with procrastinate_jobs went % waiting jobs, % slots and % dead jobs',
+      v_gone ->> 'waiting', v_gone ->> 'in_flight', v_gone ->> 'dead';
+  end if;
+  return null;
+end;
+$$;
+comment on function dispatch_truncated() is 'Trigger: procrastinate_jobs was truncated, and so is what belongs to its jobs. Policies, pauses and the partitions'' gates stay. Says so in a notice and in the audit log.';
 
 create or replace function dispatch_stage_periodic(p_policy text, p_job jsonb, p_periodic_id text, p_defer_timestamp bigint)
 returns bigint
@@ -804,7 +1031,7 @@ comment on function dispatch_stage_periodic(text, jsonb, text, bigint) is 'Stage
 
 -- A trigger on a table of anybody's would run these with the owner's rights, too, and free slots as it likes. To fire
 -- them, procrastinate's statements need no right on them.
-revoke all on function dispatch_retried(), dispatch_ended() from public;
+revoke all on function dispatch_retried(), dispatch_rescheduled(), dispatch_ended(), dispatch_truncated() from public;
 
 -- Postgres reads the text of each condition anew in each statement, a worker's fetch included: the shorter the better. What
 -- else has to hold is asked in the function.
@@ -813,6 +1040,17 @@ create or replace trigger dispatch_retried
   for each row
   when (new.status = 'todo')
   execute function dispatch_retried();
+
+create or replace trigger dispatch_rescheduled
+  before update of scheduled_at on procrastinate_jobs
+  for each row
+  when (old.status = 'todo' and old.scheduled_at = '3000-01-01 00:00:00+00' and new.scheduled_at is distinct from old.scheduled_at)
+  execute function dispatch_rescheduled();
+
+create or replace trigger dispatch_truncated
+  after truncate on procrastinate_jobs
+  for each statement
+  execute function dispatch_truncated();
 
 -- Named to fire after procrastinate's own trigger, which writes the event.
 create or replace trigger zz_dispatch_ended

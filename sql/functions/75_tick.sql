@@ -9,7 +9,7 @@ as $$
 declare
   v_handoff constant dispatch_handoffs := dispatch_decide(p_policy, p_shard);
 begin
-  return dispatch_settle_outcomes(p_policy, v_handoff, dispatch_hand_off(v_handoff.staged_ids, v_handoff.parked_ids));
+  return dispatch_settle_outcomes(p_policy, v_handoff, dispatch_hand_off(p_policy, v_handoff));
 end;
 $$;
 comment on function dispatch_tick_policy(dispatch_policies, text) is 'One tick of one policy, hand-off included.';
@@ -21,6 +21,9 @@ set search_path from current
 as $$
 declare
   v_policy dispatch_policies;
+  v_failed boolean;
+  v_sqlstate text;
+  v_message text;
 begin
   if p_policy is not null then
     return next dispatch_tick_policy(dispatch_policy(p_policy), p_shard);
@@ -30,18 +33,22 @@ begin
   for v_policy in select * from dispatch_policies order by policy_name loop
     begin
       return next dispatch_tick_policy(v_policy, p_shard);
+      v_failed := false;
     exception
-      when others then
-        if dispatch_is_nobodys_fault(sqlstate) then
-          raise;
-        end if;
+      when others or assert_failure then
+        v_failed := coalesce(v_failed, true);
+        v_sqlstate := sqlstate;
+        v_message := sqlerrm;
         raise warning 'pydispatch: the tick of policy % failed: % (SQLSTATE %)', v_policy.policy_name, sqlerrm, sqlstate;
         return next row(v_policy.policy_name, 0, 0, 0, 0, 0, jsonb_build_object('tick_error', 1), 0)::dispatch_tick_result;
     end;
   end loop;
+  if v_failed and dispatch_is_nobodys_fault(v_sqlstate) then
+    raise exception using errcode = v_sqlstate, message = v_message;
+  end if;
 end;
 $$;
-comment on function dispatch_tick(text, text) is 'One tick of a policy, or of all (null), for one shard or for all (null): folds the inbox, claims due partitions, passes their gates, hands the admitted jobs to procrastinate and settles, all in this transaction. One row a policy. Of several policies, one that fails is reported (a warning, and tick_error among denied_reasons) and stops no other. Raises PD001 for an unknown policy.';
+comment on function dispatch_tick(text, text) is 'One tick of a policy, or of all (null), for one shard or for all (null): folds the inbox, claims due partitions, passes their gates, hands the admitted jobs to procrastinate and settles, all in this transaction. One row a policy. Of several policies, one that fails is reported (a warning, and tick_error among denied_reasons) and stops no other; when all fail and it is not theirs, as for lack of rights, that is raised. Raises PD001 for an unknown policy.';
 
 create or replace function dispatch_next_due(p_policy text default null, p_shard text default null)
 returns timestamptz
@@ -60,17 +67,20 @@ begin
     select min(case
       when exists (select from dispatch_inbox as i where i.policy_name = policy.policy_name) then dispatch_now()
       when exists (select from dispatch_pauses as pause where pause.id = dispatch_partition_id(policy.policy_name, null)) then null
-      else (
-        select p.due_at
-        from dispatch_partitions as p
-        where p.policy_name = policy.policy_name
-          and p.due_at < 'infinity'
-          and (p_shard is null or p.shard = p_shard)
-        order by p.due_at
-        limit 1
-      )
+      -- A worker that takes a job makes room, and tells nobody.
+      when due.at <= dispatch_now() and dispatch_queue_room(policy, dispatch_now()) = 0 then dispatch_now() + interval '250 milliseconds'
+      else due.at
     end)
     from dispatch_policies as policy
+    left join lateral (
+      select p.due_at
+      from dispatch_partitions as p
+      where p.policy_name = policy.policy_name
+        and p.due_at < 'infinity'
+        and (p_shard is null or p.shard = p_shard)
+      order by p.due_at
+      limit 1
+    ) as due (at) on true
     where p_policy is null or policy.policy_name = p_policy
   );
 end;

@@ -17,22 +17,10 @@ language plpgsql
 set search_path from current
 set enable_seqscan = off
 as $$
-declare
-  v_job dispatch_staged_jobs;
-  v_parked_id bigint;
 begin
-  delete from dispatch_staged_jobs where id = p_id and job_id is null returning * into v_job;
-  if not found then
+  return dispatch_end_staged(p_id, 'cancelled', false)
     -- A parked retry: procrastinate cancels its row, and the trigger on it removes the staged one.
-    select job_id into v_parked_id from dispatch_staged_jobs where id = p_id;
-    return v_parked_id is not null and procrastinate_cancel_job_v1(v_parked_id, false, false) is not null;
-  end if;
-
-  insert into dispatch_inbox (policy_name, partition_id, kind, jobs)
-  values (v_job.policy_name, v_job.partition_id, 'removed', -1);
-  insert into dispatch_admissions (staged_id, partition_id, staged_at, admitted_at, policy_name, partition_key, context)
-  values (p_id, v_job.partition_id, v_job.staged_at, dispatch_now(), v_job.policy_name, v_job.partition_key, v_job.context);
-  return true;
+    or (exists (select from dispatch_staged_jobs where id = p_id and parked) and procrastinate_cancel_job_v1(p_id, false, false) is not null);
 end;
 $$;
 comment on function dispatch_cancel(bigint) is 'Cancels a staged job. False when no job of that id is staged (any more). Waits for a tick that is just admitting it.';
@@ -49,9 +37,9 @@ begin
   select * into v_job from dispatch_job_states(p_id);
   if not found then
     perform dispatch_raise('PD006', format('unknown job %s', coalesce(p_id::text, 'null')), null,
-      'Pass the id that defer or dispatch_stage() returned, or procrastinate''s. A job is forgotten admission_retention after its end.');
+      'Pass the id that defer or dispatch_stage() returned. A job is forgotten admission_retention after its end.');
   end if;
   return v_job;
 end;
 $$;
-comment on function dispatch_job(bigint) is 'Where a job is, by the id that defer returned or by procrastinate''s: staged, queued, running, finished, dead or cancelled. Raises PD006 for an unknown id.';
+comment on function dispatch_job(bigint) is 'Where a job is: staged, queued, running, finished, dead or cancelled. Raises PD006 for an unknown id.';

@@ -289,7 +289,7 @@ begin
   get diagnostics policy_samples = row_count;
 
   delete from dispatch_admissions
-  where staged_id in (
+  where job_id in (
     select dispatch_ended_admissions(p_now - dispatch_setting_span('admission_retention'), p_limit)
   );
   get diagnostics admissions = row_count;

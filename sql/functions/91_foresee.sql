@@ -179,9 +179,13 @@ stable
 set search_path from current
 as $$
 declare
+  v_budget constant record := dispatch_budget(p_policy, p_now);
   v_claims dispatch_claim[];
   v_gate jsonb;
 begin
+  if v_budget.jobs = 0 then
+    return 0;
+  end if;
   v_claims := dispatch_resolve(p_policy, dispatch_to_claims(p_policy, array(
     select folded
     from dispatch_as_folded(p_policy, null, p_now) as folded
@@ -194,12 +198,12 @@ begin
   end loop;
   return (
     select c.allowed
-    from unnest(dispatch_share_budget(p_policy, v_claims, p_now)) as c
+    from unnest(dispatch_share_budget(p_policy, v_claims, v_budget.jobs, v_budget.reason, p_now)) as c
     where c.partition_id = p_partition_id
   );
 end;
 $$;
-comment on function dispatch_foresee_budget(dispatch_policies, uuid, timestamptz) is 'How many jobs the next tick lets a partition have of its budget; null when it does not come to the partition.';
+comment on function dispatch_foresee_budget(dispatch_policies, uuid, timestamptz) is 'How many jobs the next tick lets a partition have of its budget and of the room in the queue; null when it does not come to the partition.';
 
 create or replace function dispatch_due_before(p_policy dispatch_policies, p_partition dispatch_partitions, p_now timestamptz)
 returns bigint

@@ -8,7 +8,7 @@ returns text[]
 language sql
 immutable
 parallel safe
-return array['throttle_empty', 'rate_zero', 'concurrency_full', 'max_zero', 'budget_exhausted', 'paused', 'limit_error'];
+return array['throttle_empty', 'rate_zero', 'concurrency_full', 'max_zero', 'budget_exhausted', 'queue_full', 'paused', 'limit_error'];
 comment on function dispatch_denial_reasons() is 'Every reason for which a partition can be denied.';
 
 create or replace function dispatch_tick_counts(p_sample dispatch_tick_samples)

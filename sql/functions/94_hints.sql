@@ -120,6 +120,7 @@ return case p_reason
     'All its slots are taken: see what holds them (select * from dispatch_inflight where policy_name = %L order by admitted_at), or raise max',
     p_policy)
   when 'budget_exhausted' then 'The tick''s budget is too small: raise tick_admission_budget'
+  when 'queue_full' then 'As many of its jobs as max_queued allows wait for a worker: start more workers, or raise max_queued'
   else 'See what its limits are'
 end || format(' (select dispatch_define_policy(%L, ...), or the application''s declaration and pydispatch sync).', p_policy)
   || case when p_partition_key is not null then

@@ -56,10 +56,10 @@ begin
     from unnest(dispatch_pass_gates(p_policy.gates,
       dispatch_resolve(p_policy, array[dispatch_new_claim(p_policy, v_partition, 1)], v_handoff.decided_at), v_handoff.decided_at)) as c
   );
-  select ids, ordinals, parked
-  into v_handoff.staged_ids, v_handoff.ordinals, v_handoff.parked_ids
+  select ids, places, ordinals, contested
+  into v_handoff.staged_ids, v_handoff.places, v_handoff.ordinals, v_handoff.contested_ids
   from dispatch_pick(v_handoff.claims, v_handoff.decided_at);
-  return (dispatch_settle_outcomes(p_policy, v_handoff, dispatch_hand_off(v_handoff.staged_ids, v_handoff.parked_ids))).jobs_admitted;
+  return (dispatch_settle_outcomes(p_policy, v_handoff, dispatch_hand_off(p_policy, v_handoff))).jobs_admitted;
 end;
 $$;
 comment on function dispatch_force(dispatch_policies, uuid, integer) is 'Admits up to p_limit ready jobs of one partition past its gates. They count in flight and are paid for in tokens, so the gates make up for them later.';
@@ -143,12 +143,12 @@ begin
   if not found then
     perform dispatch_raise('PD006', format('no dead job %s', coalesce(p_id::text, 'null')), null, 'See dispatch_dead_jobs for those that are.');
   end if;
-  insert into dispatch_staged_jobs (id, partition_id, eligible_at, staged_at, scheduled_at, job_id, priority, attempts, policy_name,
+  insert into dispatch_staged_jobs (id, partition_id, eligible_at, staged_at, scheduled_at, parked, priority, attempts, policy_name,
     partition_key, task_name, queue_name, lock, queueing_lock, args, context)
-  values (v_dead.id, v_dead.partition_id, coalesce(v_dead.scheduled_at, '-infinity'), v_dead.staged_at, v_dead.scheduled_at, v_dead.job_id,
+  values (v_dead.id, v_dead.partition_id, coalesce(v_dead.scheduled_at, '-infinity'), v_dead.staged_at, v_dead.scheduled_at, v_dead.parked,
     v_dead.priority, v_dead.attempts, v_dead.policy_name, v_dead.partition_key, v_dead.task_name, v_dead.queue_name, v_dead.lock,
     v_dead.queueing_lock, v_dead.args, v_dead.context)
-  on conflict (queueing_lock) where queueing_lock is not null and job_id is null do nothing;
+  on conflict (queueing_lock) where queueing_lock is not null and not parked do nothing;
   if not found then
     perform dispatch_raise('PD004', format('already enqueued: a job with the queueing lock %L waits', left(v_dead.queueing_lock, 200)),
       'Nothing was changed.', 'Requeue the dead job when that one has started, or discard it.');
@@ -174,12 +174,12 @@ begin
   if not found then
     perform dispatch_raise('PD006', format('no dead job %s', coalesce(p_id::text, 'null')), null, 'See dispatch_dead_jobs for those that are.');
   end if;
-  if v_dead.job_id is not null then
-    perform procrastinate_cancel_job_v1(v_dead.job_id, false, false);
+  if v_dead.parked then
+    perform procrastinate_cancel_job_v1(p_id, false, false);
   end if;
-  insert into dispatch_admissions (staged_id, job_id, partition_id, staged_at, admitted_at, policy_name, partition_key, context)
-  values (v_dead.id, v_dead.job_id, v_dead.partition_id, v_dead.staged_at, dispatch_now(), v_dead.policy_name, v_dead.partition_key, v_dead.context)
-  on conflict on constraint dispatch_admissions_pkey do nothing;
+  insert into dispatch_admissions as a (job_id, partition_id, staged_at, admitted_at, policy_name, partition_key, context, ending)
+  values (p_id, v_dead.partition_id, v_dead.staged_at, dispatch_now(), v_dead.policy_name, v_dead.partition_key, v_dead.context, 'cancelled')
+  on conflict on constraint dispatch_admissions_pkey do update set (admitted_at, ending) = (excluded.admitted_at, excluded.ending);
 end;
 $$;
 comment on function dispatch_discard_dead(bigint) is 'Removes a dead job for good; it then counts as cancelled. Raises PD006 when no such job is dead.';

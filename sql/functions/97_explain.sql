@@ -35,12 +35,12 @@ begin
       select
         case
           when p_job.eligible_at is distinct from p_job.scheduled_at then 'queueing_lock_held'
-          when p_job.job_id is not null then 'retry'
+          when p_job.parked then 'retry'
           else 'scheduled'
         end,
         case
           when p_job.eligible_at is distinct from p_job.scheduled_at then 'Its queueing lock was held when it was to go; it is tried again at %s.'
-          when p_job.job_id is not null then 'It is to be retried, not before %s.'
+          when p_job.parked then 'It is to be retried, not before %s.'
           else 'It is scheduled for %s.'
         end
     ) as kind (reason, message)
@@ -57,14 +57,14 @@ stable
 set search_path from current
 as $$
 begin
-  return p_job.job_id is not null and exists (
+  return p_job.parked and exists (
     select
     from dispatch_staged_jobs as rival
     cross join lateral (
       select blocks from dispatch_explain_staged(rival, p_now) limit 1
     ) as explained
     where rival.queueing_lock = p_job.queueing_lock
-      and rival.job_id is null
+      and not rival.parked
       and rival.policy_name = p_job.policy_name
       and not explained.blocks
   );
@@ -240,25 +240,41 @@ $$;
 comment on function dispatch_explain_gates(dispatch_policies, dispatch_claim, integer, double precision, timestamptz) is 'A row for each gate of a policy, in their order.';
 
 create or replace function dispatch_explain_budget(p_policy dispatch_policies, p_partition_id uuid, p_place integer, p_allowed integer, p_now timestamptz)
-returns dispatch_explanation
+returns setof dispatch_explanation
 language plpgsql
 stable
 set search_path from current
 as $$
 declare
-  v_share constant integer := dispatch_foresee_budget(p_policy, p_partition_id, p_now);
+  v_budget constant record := dispatch_budget(p_policy, p_now);
+  v_share integer;
   v_row dispatch_explanation;
 begin
-  v_row.item := 'budget';
+  -- What is far from full holds nobody.
+  if v_budget.jobs is null or (v_budget.reason = 'queue_full' and v_budget.jobs >= p_policy.max_queued - p_policy.max_queued / 2) then
+    return;
+  end if;
+  v_share := dispatch_foresee_budget(p_policy, p_partition_id, p_now);
+  v_row.item := case v_budget.reason when 'queue_full' then 'queue' else 'budget' end;
   v_row.blocks := v_share is not null and v_share < least(p_place, p_allowed);
-  v_row.reason := case when v_row.blocks then 'budget_exhausted' end;
-  v_row.numbers := jsonb_build_object('tick_admission_budget', p_policy.tick_admission_budget, 'allowed', v_share);
-  v_row.message := format('A tick admits at most %s jobs of the policy; %s.', p_policy.tick_admission_budget,
-    case when v_share is null then 'the next one does not come to this partition' else format('%s of the next one are for this partition', v_share) end);
-  return v_row;
+  v_row.reason := case when v_row.blocks then v_budget.reason end;
+  v_row.numbers := case v_budget.reason
+    when 'queue_full' then
+      jsonb_build_object('max_queued', p_policy.max_queued, 'queued', p_policy.max_queued - v_budget.jobs, 'allowed', v_share)
+    else jsonb_build_object('tick_admission_budget', p_policy.tick_admission_budget, 'allowed', v_share)
+  end;
+  v_row.message := case v_budget.reason
+    when 'queue_full' then format('%s jobs of the policy wait for a worker, of at most %s', p_policy.max_queued - v_budget.jobs, p_policy.max_queued)
+    else format('A tick admits at most %s jobs of the policy', p_policy.tick_admission_budget)
+  end || case
+    when v_budget.jobs = 0 then '.'
+    when v_share is null then '; the next tick does not come to this partition.'
+    else format('; %s of the next tick are for this partition.', v_share)
+  end;
+  return next v_row;
 end;
 $$;
-comment on function dispatch_explain_budget(dispatch_policies, uuid, integer, integer, timestamptz) is 'The part of tick_admission_budget in whether the job at a place of its partition may go, of which the gates let p_allowed pass.';
+comment on function dispatch_explain_budget(dispatch_policies, uuid, integer, integer, timestamptz) is 'The row for tick_admission_budget, or for the room in the queue where that is less and less than half of it is left: the part in whether the job at a place of its partition may go, of which the gates let p_allowed pass.';
 
 create or replace function dispatch_allowed_by(p_policy dispatch_policies, p_claim dispatch_claim, p_parts dispatch_explanation[])
 returns integer
@@ -281,13 +297,13 @@ declare
     || array(select e from dispatch_explain_locks(p_job, p_now) as e)
     || array(select e from dispatch_explain_gates(p_policy, p_claim, p_place, p_rate, p_now) as e);
 begin
-  if p_policy.tick_admission_budget is null then
-    return v_parts;
-  end if;
-  return v_parts || dispatch_explain_budget(p_policy, p_job.partition_id, p_place, dispatch_allowed_by(p_policy, p_claim, v_parts), p_now);
+  return v_parts || array(
+    select e
+    from dispatch_explain_budget(p_policy, p_job.partition_id, p_place, dispatch_allowed_by(p_policy, p_claim, v_parts), p_now) as e
+  );
 end;
 $$;
-comment on function dispatch_explain_parts(dispatch_staged_jobs, dispatch_policies, dispatch_claim, integer, double precision, timestamptz) is 'All that has a part in whether the job at a place of its partition may go: its pauses, schedule and locks, the gates, the budget.';
+comment on function dispatch_explain_parts(dispatch_staged_jobs, dispatch_policies, dispatch_claim, integer, double precision, timestamptz) is 'All that has a part in whether the job at a place of its partition may go: its pauses, schedule and locks, the gates, the budget or the queue.';
 
 create or replace function dispatch_foremost_hold(p_parts dispatch_explanation[])
 returns dispatch_explanation
@@ -381,6 +397,7 @@ begin
       when item = 'pause' then 'a pause ends by hand'
       when item = 'queueing_lock' then 'it depends on when another job starts'
       when item = 'budget' then 'other partitions have a part in the budget'
+      when item = 'queue' then 'it depends on how soon workers take what is queued'
       when reason in ('rate_zero', 'max_zero') then format('gate %s lets nothing pass', gate_name)
       when gate_type = 'throttle' then format('gate %s has no token for it within a hundred years', gate_name)
       else format('how soon gate %s has room is not known, as its partition was admitted too little lately', gate_name)
@@ -635,4 +652,4 @@ begin
   end if;
 end;
 $$;
-comment on function dispatch_explain(bigint) is 'Why a job does not run, by the id that defer returned or by procrastinate''s. The first row is the job: where it is, what it waits for now, since when and until about when. For a job that waits in a policy follow what else there is: its pauses, schedule and locks, each gate with its numbers, the budget. blocks = false in the first row says that the next tick would admit it. Writes nothing; asks the policy''s limit functions as a tick does. Raises PD006 for an unknown id.';
+comment on function dispatch_explain(bigint) is 'Why a job does not run. The first row is the job: where it is, what it waits for now, since when and until about when. For a job that waits in a policy follow what else there is: its pauses, schedule and locks, each gate with its numbers, the budget, the queue where it is filling up. blocks = false in the first row says that the next tick would admit it. Writes nothing; asks the policy''s limit functions as a tick does. Raises PD006 for an unknown id.';

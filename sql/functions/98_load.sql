@@ -199,7 +199,7 @@ begin
     from dispatch_admissions
     where policy_name = p_policy
       and admitted_at >= p_since
-      and job_id is not null
+      and ending is null
     order by admitted_at desc
     limit p_limit;
 end;
@@ -287,7 +287,7 @@ begin
       order by s.priority desc, s.eligible_at, s.id
       limit partitions.share
     ) as waiting
-    where waiting.job_id is null;
+    where not waiting.parked;
 end;
 $$;
 comment on function dispatch_waiting_sample(text, integer) is 'Up to p_limit jobs that wait in a policy, shared evenly among its partitions, and of each those that are next. Retries are left out.';
@@ -338,7 +338,7 @@ begin
       dispatch_simulated_partition(p_scratch.policy_name, p_policy, partition_key), partition_key, context
     )::dispatch_simulated_jobs
     from (
-      select a.staged_id as id, a.staged_at, null as scheduled_at, 0 as priority, a.context
+      select a.job_id as id, a.staged_at, null as scheduled_at, 0 as priority, a.context
       from unnest(p_admissions) as a
       union all
       select s.id, s.staged_at, nullif(s.eligible_at, '-infinity'), s.priority, s.context

@@ -156,6 +156,22 @@ end;
 $$;
 comment on function dispatch_simulated_finishes(dispatch_policies, timestamptz, timestamptz, interval) is 'Lets the jobs of a simulation finish that do so after one moment and up to another, each with an observation of p_lag where a cap learns from it. Tells whether a fold would change when some partition is looked at.';
 
+create or replace function dispatch_simulated_hand_off(p_scratch dispatch_policies, p_ids bigint[], p_now timestamptz)
+returns void
+language plpgsql
+set search_path from current
+as $$
+begin
+  with taken as (
+    delete from dispatch_staged_jobs where id = any (p_ids) returning id, partition_id, partition_key
+  )
+  insert into dispatch_inflight_jobs (job_id, partition_id, admitted_at, policy_name, partition_key)
+  select id, partition_id, p_now, p_scratch.policy_name, partition_key
+  from taken;
+end;
+$$;
+comment on function dispatch_simulated_hand_off(dispatch_policies, bigint[], timestamptz) is 'Jobs of a simulation leave dispatch_staged_jobs and take their slots; procrastinate hears nothing of it.';
+
 create or replace function dispatch_simulated_tick(
   p_scratch dispatch_policies, p_groups uuid[], p_now timestamptz, out seen integer, out admitted integer, out denied jsonb
 )
@@ -172,8 +188,8 @@ begin
     set (admitted_at, next_at) = (p_now, p_now + job.service_time)
     where job.policy_name = p_scratch.policy_name
       and job.id = any (v_handoff.staged_ids);
-    perform dispatch_settle_outcomes(p_scratch, v_handoff,
-      array(select row(id, id, null)::dispatch_outcome from unnest(v_handoff.staged_ids) as id));
+    perform dispatch_simulated_hand_off(p_scratch, v_handoff.staged_ids, p_now);
+    perform dispatch_settle_outcomes(p_scratch, v_handoff, '{}');
   end if;
   denied := (
     select jsonb_agg(jsonb_build_object('at', p_now, 'group_number', group_number, 'reason', reason, 'times', times))
@@ -187,7 +203,7 @@ begin
   );
 end;
 $$;
-comment on function dispatch_simulated_tick(dispatch_policies, uuid[], timestamptz) is 'A tick whose hand-off is invented: each job''s id in procrastinate is its own. seen = partitions looked at, admitted = jobs, denied = how often a partition of a group got nothing, by reason; null when none was denied.';
+comment on function dispatch_simulated_tick(dispatch_policies, uuid[], timestamptz) is 'A tick whose hand-off is invented. seen = partitions looked at, admitted = jobs, denied = how often a partition of a group got nothing, by reason; null when none was denied.';
 
 create or replace function dispatch_simulated_due(p_scratch dispatch_policies)
 returns timestamptz
@@ -564,6 +580,8 @@ begin
   end if;
   v_scratch := dispatch_parse_policy('simulation ' || gen_random_uuid(),
     case when p_definition is null then (dispatch_policy(p_policy)).definition else p_definition end, v_start);
+  -- No workers are played, so no job in flight is known to be queued.
+  v_scratch.max_queued := null;
 
   if p_load is null then
     perform dispatch_policy(p_policy);

@@ -107,7 +107,7 @@ comment on column dispatch_policy_status.partitions is 'Partitions known.';
 comment on column dispatch_policy_status.pending is 'Jobs waiting, as of the last tick.';
 comment on column dispatch_policy_status.in_flight is 'Jobs admitted that have not ended.';
 comment on column dispatch_policy_status.due is 'Partitions that the next tick would look at.';
-comment on column dispatch_policy_status.blocked is 'Partitions with waiting jobs that a gate, the budget or a pause holds back.';
+comment on column dispatch_policy_status.blocked is 'Partitions with waiting jobs that a gate, the budget, a full queue or a pause holds back.';
 comment on column dispatch_policy_status.oldest_due_at is 'Since when the longest waiting partition is due; far in the past when nobody ticks; null when nothing waits, or all that waits is paused.';
 comment on column dispatch_policy_status.admitted_last_minute is 'Jobs admitted in the last 60 seconds.';
 comment on column dispatch_policy_status.dead is 'Jobs in dispatch_dead_jobs.';
@@ -124,7 +124,7 @@ comment on column dispatch_policy_status.waiting is 'Jobs waiting in partitions 
 create or replace view dispatch_inflight as
 select
   slot.job_id,
-  slot.staged_id,
+  slot.job_id as staged_id,
   slot.policy_name,
   slot.partition_key,
   slot.admitted_at,
@@ -134,10 +134,10 @@ select
   state.queue_name,
   state.attempts
 from dispatch_inflight_jobs as slot
-left join lateral dispatch_job_states(slot.staged_id) as state on true;
+left join lateral dispatch_job_states(slot.job_id) as state on true;
 comment on view dispatch_inflight is 'One row a slot, with what procrastinate says of its job: queued tells that no worker has taken it yet.';
-comment on column dispatch_inflight.job_id is 'procrastinate''s job id.';
-comment on column dispatch_inflight.staged_id is 'The id that defer returned.';
+comment on column dispatch_inflight.job_id is 'The job.';
+comment on column dispatch_inflight.staged_id is 'The same, for queries of before there was one id.';
 comment on column dispatch_inflight.policy_name is 'The policy.';
 comment on column dispatch_inflight.partition_key is 'The partition.';
 comment on column dispatch_inflight.admitted_at is 'When it was admitted.';
@@ -158,7 +158,7 @@ select
 from dispatch_stalled(dispatch_now(), dispatch_now() - dispatch_setting_span('inflight_stale_after')) as stalled
 left join dispatch_inflight_jobs as slot on slot.job_id = stalled.job_id;
 comment on view dispatch_stalled_jobs is 'Running jobs whose worker gave no sign for inflight_stale_after. The sweep takes their slots; those of policies with "stalled": "retry" it retries.';
-comment on column dispatch_stalled_jobs.job_id is 'procrastinate''s job id.';
+comment on column dispatch_stalled_jobs.job_id is 'The job.';
 comment on column dispatch_stalled_jobs.policy_name is 'The policy.';
 comment on column dispatch_stalled_jobs.worker_id is 'The worker; null when procrastinate has forgotten it.';
 comment on column dispatch_stalled_jobs.last_sign_at is 'Its last heartbeat, or when a sweep first missed it.';
@@ -199,7 +199,7 @@ group by sample.policy_name, date_trunc('minute', sample.at), reason.key;
 comment on view dispatch_denials is 'Per policy, minute and reason: how often a partition was denied.';
 comment on column dispatch_denials.policy_name is 'The policy.';
 comment on column dispatch_denials.minute is 'The minute.';
-comment on column dispatch_denials.reason is 'The reason: throttle_empty, rate_zero, concurrency_full, max_zero, budget_exhausted, paused, limit_error.';
+comment on column dispatch_denials.reason is 'The reason: throttle_empty, rate_zero, concurrency_full, max_zero, budget_exhausted, queue_full, paused, limit_error.';
 comment on column dispatch_denials.partitions is 'Denials.';
 
 create or replace view dispatch_policy_history as

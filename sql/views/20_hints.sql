@@ -20,22 +20,25 @@ with limits as materialized (
 ), policies as materialized (
   select
     policy.policy_name, policy.created_at, policy.updated_at, policy.partition_by, policy.shard_by, policy.partition_batch_size,
-    policy.stalled, dispatch_needed_paths(policy.gates) as needed, pause.paused_at
+    policy.stalled, dispatch_needed_paths(policy.gates) as needed, pause.paused_at,
+    coalesce(dispatch_queue_room(policy, dispatch_now()) = 0, false) as queue_full
   from dispatch_policies as policy
   left join dispatch_pauses as pause on pause.id = dispatch_partition_id(policy.policy_name, null)
 ), waiting as (
   -- Partitions whose jobs wait, those that wait for their time left out.
   select
-    p.policy_name, p.id, p.pending_count, p.in_flight_count, p.last_checked_at, split_part(p.blocked_reason, ':', 1) as reason,
-    case when p.due_at < (select now - due_after from limits) then p.due_at else p.waiting_since end as since,
+    p.policy_name, p.id, p.pending_count, p.in_flight_count, p.last_checked_at,
+    case when policies.queue_full and p.due_at <= (select now from limits) then 'queue_full' else split_part(p.blocked_reason, ':', 1) end as reason,
+    case when p.due_at < (select now - due_after from limits) and not policies.queue_full then p.due_at else p.waiting_since end as since,
     case
       when policies.paused_at is not null or p.blocked_reason = 'paused' then 'paused'
-      when p.due_at < (select now - due_after from limits) then 'unchecked'
+      when p.due_at < (select now - due_after from limits) and not policies.queue_full then 'unchecked'
       when p.blocked_reason like 'limit_error%' then 'limit_error'
       when p.blocked_reason in ('rate_zero', 'max_zero') and exists (
         select from unnest(policies.needed) as path where dispatch_to_number(p.context #> string_to_array(path, '.')) is null
       ) then 'limit_missing'
-      when p.blocked_reason is not null and p.waiting_since < (select now - wait_after from limits) then 'gate'
+      when (p.blocked_reason is not null or policies.queue_full and p.due_at <= (select now from limits))
+        and p.waiting_since < (select now - wait_after from limits) then 'gate'
     end as problem
   from dispatch_partitions as p
   join policies on policies.policy_name = p.policy_name
@@ -214,7 +217,7 @@ with limits as materialized (
   where problem.problem = 'limit_error'
   union all
   select
-    case when problem.reason in ('concurrency_full', 'budget_exhausted') then 'warning' else 'info' end,
+    case when problem.reason in ('concurrency_full', 'budget_exhausted', 'queue_full') then 'warning' else 'info' end,
     'waits_for_gate', problem.policy_name, problem.partition_key,
     format('%s had waiting jobs and none admitted for over %s: %s. The longest (%s, %s) for %s. %s for the gate, %s; %s in flight.',
       dispatch_say_count(problem.partitions, 'partition') || case when problem.partitions = 1 then ' has' else ' have' end,

@@ -63,7 +63,7 @@ async def payload(reader: Reader, id: int) -> Row | None:
         union all
         select args, context from dispatch_dead_jobs where id = %(id)s
         union all
-        select null, context from dispatch_admissions where staged_id = %(id)s
+        select null, context from dispatch_admissions where job_id = %(id)s
         limit 1
         """,
         id=id,

@@ -1,0 +1,144 @@
+-- How many of a policy's jobs may wait in procrastinate's queue. procrastinate runs its queue in the order of staging, so a
+-- tenant that came first with many would go first with all of them: what is fair between tenants is so only before.
+-- Invariant: with any number of ticks at once, no tick adds to a queue of max_queued jobs.
+
+create or replace function dispatch_queue_room(p_policy dispatch_policies, p_now timestamptz)
+returns integer
+language plpgsql
+stable
+set search_path from current
+as $$
+declare
+  -- A retry of procrastinate's own has a slot as of the time for which it is planned: it waits for that, not for a worker.
+  v_until constant timestamptz := case p_policy.retry_strategy when 'bypass' then p_now else 'infinity' end;
+  v_slots integer;
+  v_running integer;
+begin
+  if p_policy.max_queued is null then
+    return null;
+  end if;
+  v_slots := dispatch_slots_up_to(p_policy.policy_name, v_until, p_policy.max_queued / 2 + 1);
+  -- Far from full, all slots may as well count as queued: running jobs need not be looked for.
+  if v_slots <= p_policy.max_queued / 2 then
+    return p_policy.max_queued - v_slots;
+  end if;
+  v_running := dispatch_running_count(p_policy.policy_name, v_until);
+  v_slots := dispatch_slots_up_to(p_policy.policy_name, v_until, p_policy.max_queued + v_running);
+  return greatest(p_policy.max_queued - (v_slots - v_running), 0);
+end;
+$$;
+comment on function dispatch_queue_room(dispatch_policies, timestamptz) is 'How many more jobs of a policy may be queued; null where there is no bound. Less than half full it may say too little, by the jobs that run. Reads max_queued slots at most, besides those of running jobs.';
+
+create or replace function dispatch_slots_up_to(p_policy text, p_until timestamptz, p_limit integer)
+returns integer
+language plpgsql
+stable
+set search_path from current
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
+as $$
+begin
+  return (
+    select count(*)
+    from (
+      select from dispatch_inflight_jobs where policy_name = p_policy and admitted_at <= p_until order by admitted_at limit p_limit
+    ) as slots
+  );
+end;
+$$;
+comment on function dispatch_slots_up_to(text, timestamptz, integer) is 'How many slots a policy''s jobs hold as of a time, counted up to a limit.';
+
+create or replace function dispatch_budget(p_policy dispatch_policies, p_now timestamptz, out jobs integer, out reason text)
+language plpgsql
+stable
+as $$
+begin
+  jobs := dispatch_queue_room(p_policy, p_now);
+  reason := 'queue_full';
+  if p_policy.tick_admission_budget < jobs or jobs is null then
+    jobs := p_policy.tick_admission_budget;
+    reason := 'budget_exhausted';
+  end if;
+end;
+$$;
+comment on function dispatch_budget(dispatch_policies, timestamptz) is 'How many jobs the next tick of a policy may admit (null: no limit), and why no more.';
+
+-- Ticks do not see what other ticks have handed off and not committed. So each announces how many it is about to hand off, by
+-- a lock that keeps nobody out, and only then looks: at what others have announced, and in a later statement at what is
+-- committed. Of two that announce at once, each sees the other; who ends in between is seen in one of the two looks.
+create or replace function dispatch_take_room(p_policy dispatch_policies, p_jobs integer, p_now timestamptz)
+returns integer
+language plpgsql
+set search_path from current
+as $$
+declare
+  v_key constant integer := hashtext('dispatch_policies'::regclass::oid || p_policy.policy_name);
+  v_announced constant integer[] := dispatch_announced(v_key, true);
+  v_others integer;
+begin
+  if p_policy.max_queued is null or p_jobs = 0 then
+    return p_jobs;
+  end if;
+  -- A number for each time in a transaction, lest equal ones be one lock.
+  perform pg_advisory_xact_lock_shared(v_key, cardinality(v_announced) % 2048 << 20 | p_jobs);
+  select coalesce(sum(jobs), 0) into v_others from unnest(dispatch_announced(v_key, false)) as jobs;
+  return least(p_jobs, greatest(dispatch_queue_room(p_policy, p_now) - v_others, 0));
+end;
+$$;
+comment on function dispatch_take_room(dispatch_policies, integer, timestamptz) is 'How many of p_jobs a tick may hand off, with what other ticks are about to hand off counted as queued.';
+
+create or replace function dispatch_announced(p_key integer, p_mine boolean)
+returns integer[]
+language plpgsql
+as $$
+begin
+  return array(
+    select (objid::bigint & 1048575)::integer
+    from pg_locks
+    where locktype = 'advisory'
+      and classid = (p_key::bigint & 4294967295)::oid
+      and objsubid = 2
+      and database = (select oid from pg_database where datname = current_database())
+      and (pid is not distinct from pg_backend_pid()) = p_mine
+  );
+end;
+$$;
+comment on function dispatch_announced(integer, boolean) is 'How many jobs each tick that has not ended yet is about to hand off: this transaction''s ticks, or those of others.';
+
+-- Who is due while the queue is full keeps its place: claimed and put off, it would come behind those that were due after it.
+create or replace function dispatch_claim_none(p_policy dispatch_policies, p_shard text, p_now timestamptz)
+returns dispatch_claim[]
+language plpgsql
+set search_path from current
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_hashjoin = off
+set enable_mergejoin = off
+set jit = off
+as $$
+begin
+  return array(
+    select dispatch_narrow(c, c.gate_state, 0, null, null, 'queue_full')
+    from unnest(dispatch_to_claims(p_policy, array(
+      select p
+      from dispatch_partitions as p
+      where p.id = any (array(
+          select due.id
+          from dispatch_partitions as due
+          where due.policy_name = p_policy.policy_name
+            and due.due_at <= p_now
+            and (p_shard is null or due.shard = p_shard)
+          order by due.due_at
+          limit p_policy.partition_batch_size
+        ))
+        and p.blocked_reason is distinct from 'queue_full'
+      for update skip locked
+    ), p_now)) as c
+    order by c.ordinal
+  );
+end;
+$$;
+comment on function dispatch_claim_none(dispatch_policies, text, timestamptz) is 'Of the partitions that the next tick would look at, those of which it is not written down yet that the queue is full, locked, as claims that are denied for it.';
