@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from procrastinate import exceptions, types
+from procrastinate.connector import BaseConnector
 from procrastinate.jobs import Job, Status
 from procrastinate.manager import QUEUEING_LOCK_CONSTRAINT, JobManager
 from procrastinate.testing import InMemoryConnector
@@ -27,6 +28,7 @@ from typing_extensions import LiteralString
 
 from pydispatch import errors
 from pydispatch.handoff import json_functions
+from pydispatch.statements import AllJobs
 
 if TYPE_CHECKING:
     from pydispatch.dispatch import Dispatch
@@ -72,11 +74,12 @@ select dispatch_stage_periodic(
 ) as id
 """
 
-JOB_STATUS: LiteralString = "select dispatch_job_status(%(job_id)s) as status"
-
-CANCEL_JOB: LiteralString = (
-    "select dispatch_cancel_job(%(job_id)s, %(abort)s, %(delete_job)s) as cancelled"
+END_STAGED: LiteralString = (
+    "select dispatch_end_staged(%(job_id)s, %(status)s, %(delete_job)s) as ended"
 )
+
+NOT_FOUND = "P0001"
+"""The SQLSTATE of what procrastinate's functions raise themselves."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,63 +193,32 @@ class DispatchJobManager(JobManager):
             return None
         return cast("int | None", row["id"])
 
-    def get_job_status(self, job_id: int, connection: Any | None = None) -> Status:
-        """Return the status of a job; one that is staged is ``todo``, a dead one ``failed``.
+    async def finish_job_by_id_async(self, job_id: int, status: Status, delete_job: bool) -> None:
+        """Note how a job ended; one that is staged or queued is not run then.
 
         Raises:
-            procrastinate.exceptions.NoResult: There is no job with this id.
+            procrastinate.exceptions.ConnectorException: No job with this id waits or runs.
         """
-        if self._in_memory:
-            return super().get_job_status(job_id)
-        with _raising():
-            rows = self._rows(connection, JOB_STATUS, {"job_id": job_id})
-        return _status(rows)
-
-    async def get_job_status_async(self, job_id: int, connection: Any | None = None) -> Status:
-        """Do the same as ``get_job_status``."""
-        if self._in_memory:
-            return await super().get_job_status_async(job_id)
-        with _raising():
-            rows = await self._rows_async(connection, JOB_STATUS, {"job_id": job_id})
-        return _status(rows)
-
-    def cancel_job_by_id(
-        self,
-        job_id: int,
-        abort: bool = False,
-        delete_job: bool = False,
-        connection: Any | None = None,
-    ) -> bool:
-        """Cancel a job, staged or queued; see procrastinate for the arguments.
-
-        Returns whether anything was done: False when the job is unknown or has ended, or when
-        it runs and ``abort`` was not asked for.
-        """
-        if self._in_memory:
-            return super().cancel_job_by_id(job_id, abort=abort, delete_job=delete_job)
-        arguments = {"job_id": job_id, "abort": abort, "delete_job": delete_job}
-        with _raising():
-            (row,) = self._rows(connection, CANCEL_JOB, arguments)
-        return bool(row["cancelled"])
-
-    async def cancel_job_by_id_async(
-        self,
-        job_id: int,
-        abort: bool = False,
-        delete_job: bool = False,
-        connection: Any | None = None,
-    ) -> bool:
-        """Do the same as ``cancel_job_by_id``."""
-        if self._in_memory:
-            return await super().cancel_job_by_id_async(job_id, abort=abort, delete_job=delete_job)
-        arguments = {"job_id": job_id, "abort": abort, "delete_job": delete_job}
-        with _raising():
-            (row,) = await self._rows_async(connection, CANCEL_JOB, arguments)
-        return bool(row["cancelled"])
+        try:
+            await super().finish_job_by_id_async(job_id, status, delete_job)
+        except exceptions.ConnectorException as error:
+            # A worker's jobs are all procrastinate's, so it is asked first.
+            if getattr(error.__cause__, "sqlstate", None) != NOT_FOUND:
+                raise
+            arguments = {"job_id": job_id, "status": status.value, "delete_job": delete_job}
+            (row,) = await self._rows_async(None, END_STAGED, arguments)
+            if not row["ended"]:
+                raise
 
     @property
-    def _in_memory(self) -> bool:
-        return isinstance(self.connector, InMemoryConnector)
+    def connector(self) -> BaseConnector:
+        """The application's connector, which asks about all jobs: see ``AllJobs``."""
+        return self._all_jobs
+
+    @connector.setter
+    def connector(self, connector: BaseConnector) -> None:
+        self._in_memory = isinstance(connector, InMemoryConnector)
+        self._all_jobs = connector if self._in_memory else cast("BaseConnector", AllJobs(connector))
 
     def _route(self, job: Job) -> Route | None:
         return None if self._in_memory else self.dispatch.route(job)
@@ -395,9 +367,3 @@ def _queue_row(job: Job) -> types.JobToDefer:
         args=job.task_kwargs,
         scheduled_at=job.scheduled_at,
     )
-
-
-def _status(rows: list[dict[str, Any]]) -> Status:
-    if rows[0]["status"] is None:
-        raise exceptions.NoResult
-    return Status(rows[0]["status"])

@@ -849,27 +849,6 @@ end;
 $$;
 comment on function dispatch_ended_at(bigint) is 'When a job ended, by procrastinate''s events; null while it has not, or when its row is gone.';
 
-create or replace function dispatch_job_status(p_id bigint)
-returns text
-language plpgsql
-stable
-set search_path from current
-as $$
-declare
-  v_job dispatch_job_state;
-begin
-  select * into v_job from dispatch_job_states(p_id);
-  return case v_job.state
-    when 'staged' then 'todo'
-    when 'dead' then 'failed'
-    else coalesce(
-      (select status::text from procrastinate_jobs where id = p_id),
-      case v_job.state when 'cancelled' then 'cancelled' when 'finished' then 'succeeded' end)
-  end;
-end;
-$$;
-comment on function dispatch_job_status(bigint) is 'procrastinate''s word (todo, doing, succeeded, failed, cancelled, aborted) for any job, staged or not; null when there is none. A finished job whose row is deleted counts as succeeded.';
-
 create or replace function dispatch_lock_holders(p_lock text, p_queueing_lock text, out running_id bigint, out queued_id bigint)
 language plpgsql
 stable
@@ -957,19 +936,6 @@ begin
 end;
 $$;
 comment on function dispatch_cancel_job(bigint, boolean, boolean) is 'What procrastinate''s cancel does, for any job: one that is staged is cancelled here (p_delete_job: without a trace), any other by procrastinate, with its meaning of p_abort and p_delete_job.';
-
-create or replace function dispatch_finish_job(p_id bigint, p_status text, p_delete_job boolean)
-returns void
-language plpgsql
-set search_path from current
-as $$
-begin
-  if not dispatch_end_staged(p_id, p_status, p_delete_job) then
-    perform procrastinate_finish_job_v1(p_id, p_status::procrastinate_job_status, p_delete_job);
-  end if;
-end;
-$$;
-comment on function dispatch_finish_job(bigint, text, boolean) is 'What procrastinate''s finish does, for any job, staged ones too.';
 
 -- In test suites everywhere. What procrastinate forgets is forgotten here, for its ids may be given out anew; what was spent
 -- (tokens, what adaptive gates have learned, fairness) is not.

@@ -43,3 +43,18 @@ begin
 end;
 $$;
 comment on function dispatch_job(bigint) is 'Where a job is: staged, queued, running, finished, dead or cancelled. Raises PD006 for an unknown id.';
+
+create or replace function dispatch_job_status(p_id bigint)
+returns text
+language plpgsql
+stable
+set search_path from current
+set enable_seqscan = off
+as $$
+begin
+  return coalesce(
+    (select status::text from dispatch_jobs where id = p_id),
+    (select case ending when 'cancelled' then 'cancelled' else 'succeeded' end from dispatch_admissions where job_id = p_id));
+end;
+$$;
+comment on function dispatch_job_status(bigint) is 'procrastinate''s word (todo, doing, succeeded, failed, cancelled, aborted) for any job, staged or not; null when there is none. A finished job whose row is deleted counts as succeeded.';

@@ -183,3 +183,22 @@ begin
 end;
 $$;
 comment on function dispatch_discard_dead(bigint) is 'Removes a dead job for good; it then counts as cancelled. Raises PD006 when no such job is dead.';
+
+create or replace function dispatch_retry_job(p_id bigint, p_retry_at timestamptz, p_priority integer, p_queue_name text, p_lock text)
+returns void
+language plpgsql
+set search_path from current
+as $$
+begin
+  if not exists (select from dispatch_dead_jobs where id = p_id) then
+    perform procrastinate_retry_job_v2(p_id, p_retry_at, p_priority, p_queue_name, p_lock);
+    return;
+  end if;
+  perform dispatch_requeue_dead(p_id);
+  update dispatch_staged_jobs as s
+  set (scheduled_at, eligible_at, priority, queue_name, lock)
+    = (p_retry_at, coalesce(p_retry_at, '-infinity'), coalesce(p_priority, s.priority), coalesce(p_queue_name, s.queue_name), coalesce(p_lock, s.lock))
+  where s.id = p_id;
+end;
+$$;
+comment on function dispatch_retry_job(bigint, timestamptz, integer, text, text) is 'What procrastinate''s retry does, for any job: a dead one is staged again, any other is procrastinate''s to retry, or to refuse. Errors as procrastinate_retry_job_v2() and dispatch_requeue_dead().';
