@@ -155,28 +155,27 @@ with queued as (
   where in_flight > 0
   returning id, args
 )
-insert into dispatch_inflight_jobs (job_id, staged_id, partition_id, admitted_at, policy_name,
-  partition_key)
-select queued.id, nextval('procrastinate_jobs_id_seq'), crowd.id, since, policy, key
+insert into dispatch_inflight_jobs (job_id, partition_id, admitted_at, policy_name, partition_key)
+select queued.id, crowd.id, since, policy, key
 from queued
 join crowd on crowd.number = (queued.args ->> 'number')::int;
 update procrastinate_jobs as job
 set status = 'doing', attempts = 0,
   worker_id = (select min(id) from procrastinate_workers) + job.id %% 10
 where job.id %% 5 > 0;
-insert into dispatch_admissions (staged_id, job_id, partition_id, staged_at, admitted_at,
-  policy_name, partition_key, context)
+insert into dispatch_admissions (job_id, partition_id, staged_at, admitted_at, policy_name,
+  partition_key, context)
 select
-  staged_id, job_id, partition_id, admitted_at - interval '1 minute', admitted_at, policy_name,
+  job_id, partition_id, admitted_at - interval '1 minute', admitted_at, policy_name,
   partition_key, '{}'
 from dispatch_inflight_jobs;
 """
 
 HISTORY = """
-insert into dispatch_admissions (staged_id, job_id, partition_id, staged_at, admitted_at,
-  policy_name, partition_key, context)
+insert into dispatch_admissions (job_id, partition_id, staged_at, admitted_at, policy_name,
+  partition_key, context)
 select
-  nextval('procrastinate_jobs_id_seq'), nextval('procrastinate_jobs_id_seq'), id,
+  nextval('procrastinate_jobs_id_seq'), id,
   moment - interval '1 minute', moment, policy, key, '{}'
 from generate_series(1, %(admissions)s) as turn
 join crowd on crowd.number = turn %% %(partitions)s

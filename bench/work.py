@@ -19,8 +19,10 @@ POLICY = Policy(
     partition_by="tenant",
     queue="bench",
     gates=[Throttle(rate=ctx("rate", default=60), per=1), Concurrency(max=1000)],
+    max_queued=1_000_000,
 )
-"""Both gates are asked for each partition, and let everything pass: the rate is in the jobs."""
+"""Both gates are asked for each partition, and let everything pass: the rate is in the jobs. The
+queue's bound is asked for each tick, and far."""
 
 TASK = "bench.fetch"
 

@@ -107,7 +107,7 @@ declare
   v_shares_by_turn integer[];
   v_shares integer[];
 begin
-  if p_budget is null then
+  if p_budget is null or p_budget >= (select coalesce(sum(c.allowed), 0) from unnest(p_claims) as c) then
     return p_claims;
   end if;
 

@@ -17,8 +17,12 @@ begin
   if p_policy.max_queued is null then
     return null;
   end if;
-  v_slots := dispatch_slots_up_to(p_policy.policy_name, v_until, p_policy.max_queued / 2 + 1);
-  -- Far from full, all slots may as well count as queued: running jobs need not be looked for.
+  -- Far from full, more may count as queued than is: first what the table can hold at all, a row having 68 bytes or more (so
+  -- that nothing is counted), then all slots (so that running jobs are not looked for).
+  v_slots := least(pg_relation_size('dispatch_inflight_jobs') / 68, 2147483647);
+  if v_slots > p_policy.max_queued / 2 then
+    v_slots := dispatch_slots_up_to(p_policy.policy_name, v_until, p_policy.max_queued / 2 + 1);
+  end if;
   if v_slots <= p_policy.max_queued / 2 then
     return p_policy.max_queued - v_slots;
   end if;
@@ -27,7 +31,7 @@ begin
   return greatest(p_policy.max_queued - (v_slots - v_running), 0);
 end;
 $$;
-comment on function dispatch_queue_room(dispatch_policies, timestamptz) is 'How many more jobs of a policy may be queued; null where there is no bound. Less than half full it may say too little, by the jobs that run. Reads max_queued slots at most, besides those of running jobs.';
+comment on function dispatch_queue_room(dispatch_policies, timestamptz) is 'How many more jobs of a policy may be queued; null where there is no bound. Less than half full it may say too little. Reads max_queued slots at most, besides those of running jobs, and none where the bound is far from what the table of slots can hold.';
 
 create or replace function dispatch_slots_up_to(p_policy text, p_until timestamptz, p_limit integer)
 returns integer
@@ -57,13 +61,17 @@ as $$
 begin
   jobs := dispatch_queue_room(p_policy, p_now);
   reason := 'queue_full';
+  -- While half of it is free nobody is in anybody's way: the tick that fills it is cut short by dispatch_take_room().
+  if jobs >= p_policy.max_queued - p_policy.max_queued / 2 then
+    jobs := null;
+  end if;
   if p_policy.tick_admission_budget < jobs or jobs is null then
     jobs := p_policy.tick_admission_budget;
     reason := 'budget_exhausted';
   end if;
 end;
 $$;
-comment on function dispatch_budget(dispatch_policies, timestamptz) is 'How many jobs the next tick of a policy may admit (null: no limit), and why no more.';
+comment on function dispatch_budget(dispatch_policies, timestamptz) is 'What the claims of the next tick of a policy have to share: so many jobs (null: there is no need), and the reason for those who get none.';
 
 -- Ticks do not see what other ticks have handed off and not committed. So each announces how many it is about to hand off, by
 -- a lock that keeps nobody out, and only then looks: at what others have announced, and in a later statement at what is
@@ -74,38 +82,26 @@ language plpgsql
 set search_path from current
 as $$
 declare
-  v_key constant integer := hashtext('dispatch_policies'::regclass::oid || p_policy.policy_name);
-  v_announced constant integer[] := dispatch_announced(v_key, true);
+  v_key constant integer := hashtext(concat_ws(' ', current_database(), 'dispatch_policies'::regclass::oid, p_policy.policy_name));
+  -- The number, and above it the moment, lest two announcements of one transaction be one lock.
+  v_number constant integer := (extract(microseconds from clock_timestamp())::integer & 2047) << 20 | p_jobs;
   v_others integer;
 begin
   if p_policy.max_queued is null or p_jobs = 0 then
     return p_jobs;
   end if;
-  -- A number for each time in a transaction, lest equal ones be one lock.
-  perform pg_advisory_xact_lock_shared(v_key, cardinality(v_announced) % 2048 << 20 | p_jobs);
-  select coalesce(sum(jobs), 0) into v_others from unnest(dispatch_announced(v_key, false)) as jobs;
+  perform pg_advisory_xact_lock_shared(v_key, v_number);
+  select coalesce(sum(objid::bigint & 1048575), 0)
+  into v_others
+  from pg_locks
+  where locktype = 'advisory'
+    and classid = (v_key::bigint & 4294967295)::oid
+    and objsubid = 2
+    and pid is distinct from pg_backend_pid();
   return least(p_jobs, greatest(dispatch_queue_room(p_policy, p_now) - v_others, 0));
 end;
 $$;
 comment on function dispatch_take_room(dispatch_policies, integer, timestamptz) is 'How many of p_jobs a tick may hand off, with what other ticks are about to hand off counted as queued.';
-
-create or replace function dispatch_announced(p_key integer, p_mine boolean)
-returns integer[]
-language plpgsql
-as $$
-begin
-  return array(
-    select (objid::bigint & 1048575)::integer
-    from pg_locks
-    where locktype = 'advisory'
-      and classid = (p_key::bigint & 4294967295)::oid
-      and objsubid = 2
-      and database = (select oid from pg_database where datname = current_database())
-      and (pid is not distinct from pg_backend_pid()) = p_mine
-  );
-end;
-$$;
-comment on function dispatch_announced(integer, boolean) is 'How many jobs each tick that has not ended yet is about to hand off: this transaction''s ticks, or those of others.';
 
 -- Who is due while the queue is full keeps its place: claimed and put off, it would come behind those that were due after it.
 create or replace function dispatch_claim_none(p_policy dispatch_policies, p_shard text, p_now timestamptz)

@@ -80,9 +80,11 @@ begin
     insert into dispatch_admissions (job_id, partition_id, staged_at, admitted_at, policy_name, partition_key, context)
     select id, partition_id, staged_at, p_now, policy_name, partition_key, context
     from taken
-    on conflict on constraint dispatch_admissions_pkey do update
-    set (partition_id, staged_at, admitted_at, policy_name, partition_key, context, ending)
-      = (excluded.partition_id, excluded.staged_at, excluded.admitted_at, excluded.policy_name, excluded.partition_key, excluded.context, null)
+    where not parked
+  ), admitted_again as (
+    update dispatch_admissions
+    set (admitted_at, ending) = (p_now, null)
+    where job_id = any (array(select id from taken where parked))
   ), slots as (
     insert into dispatch_inflight_jobs (job_id, partition_id, admitted_at, policy_name, partition_key, observed)
     select id, partition_id, p_now, policy_name, partition_key, p_observed

@@ -250,8 +250,7 @@ declare
   v_share integer;
   v_row dispatch_explanation;
 begin
-  -- What is far from full holds nobody.
-  if v_budget.jobs is null or (v_budget.reason = 'queue_full' and v_budget.jobs >= p_policy.max_queued - p_policy.max_queued / 2) then
+  if v_budget.jobs is null then
     return;
   end if;
   v_share := dispatch_foresee_budget(p_policy, p_partition_id, p_now);
@@ -274,7 +273,7 @@ begin
   return next v_row;
 end;
 $$;
-comment on function dispatch_explain_budget(dispatch_policies, uuid, integer, integer, timestamptz) is 'The row for tick_admission_budget, or for the room in the queue where that is less and less than half of it is left: the part in whether the job at a place of its partition may go, of which the gates let p_allowed pass.';
+comment on function dispatch_explain_budget(dispatch_policies, uuid, integer, integer, timestamptz) is 'The row for tick_admission_budget, or for the room in a queue that is more than half full where that is less: the part in whether the job at a place of its partition may go, of which the gates let p_allowed pass.';
 
 create or replace function dispatch_allowed_by(p_policy dispatch_policies, p_claim dispatch_claim, p_parts dispatch_explanation[])
 returns integer
