@@ -255,16 +255,16 @@ class DispatchJobManager(JobManager):
     ) -> list[dict[str, Any]]:
         connector = self.connector.get_sync_connector()
         if connection is None:
-            return connector.execute_query_all(query, **arguments)
-        return connector.execute_query_all_with_connection(connection, query, **arguments)
+            return connector.execute_query_all(query=query, **arguments)
+        return connector.execute_query_all_with_connection(connection, query=query, **arguments)
 
     async def _rows_async(
         self, connection: Any | None, query: LiteralString, arguments: dict[str, Any]
     ) -> list[dict[str, Any]]:
         if connection is None:
-            return await self.connector.execute_query_all_async(query, **arguments)
+            return await self.connector.execute_query_all_async(query=query, **arguments)
         return await self.connector.execute_query_all_async_with_connection(
-            connection, query, **arguments
+            connection, query=query, **arguments
         )
 
 

@@ -32,6 +32,8 @@ FUNCTIONS = {
         "dispatch_job_status",
         "dispatch_cancel",
         "dispatch_cancel_job",
+        "dispatch_retry_job",
+        "dispatch_end_staged",
         "dispatch_finish",
     ],
     "Operating": [

@@ -381,7 +381,8 @@ SURFACE = {
     "dispatch_tick": "p_policy text DEFAULT NULL::text, p_shard text DEFAULT NULL::text",
     "dispatch_run": "IN p_max_duration interval",
     "dispatch_admit": "p_policy text, p_shard text DEFAULT NULL::text",
-    "dispatch_settle": "p_handoff_id bigint, p_ids bigint[], p_job_ids bigint[], p_errors text[]",
+    "dispatch_settle": "p_handoff_id bigint, p_ids bigint[] DEFAULT '{}'::bigint[],"
+    " p_errors text[] DEFAULT '{}'::text[]",
     "dispatch_next_due": "p_policy text DEFAULT NULL::text, p_shard text DEFAULT NULL::text",
     "dispatch_finish": "p_job_id bigint, p_succeeded boolean",
     "dispatch_cancel": "p_id bigint",
@@ -431,7 +432,7 @@ COLUMNS = {
         " decayed_admits due_at last_checked_at last_admitted_at context gate_state"
     ),
     "dispatch_adaptive_stats": "current_max ewma_lag_ms sample_count",
-    "dispatch_inflight_jobs": "job_id staged_id policy_name partition_key admitted_at",
+    "dispatch_inflight_jobs": "job_id policy_name partition_key admitted_at",
     "dispatch_staged_jobs": (
         "id task_name queue_name args context priority scheduled_at attempts staged_at"
     ),

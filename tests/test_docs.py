@@ -312,6 +312,8 @@ def test_the_seeing_page_has_every_item_and_reason_of_an_explanation() -> None:
     text = section(page("docs/seeing.md"), "## Why does this job not run?")
     items, reasons = text.split("| reason | what |")
     given = set(re.findall(r"item := '(\w+)'|select '(\w+)', null, null", source))
+    (shares,) = re.findall(r"item := case .*? then '(\w+)' else '(\w+)' end", source)
+    given |= {(item, "") for item in shares}
     assert {words(row[0])[0] for row in rows(items)} == {a or b for a, b in given}
 
     given = set(re.findall(r"reason := '(\w+)'", source))
@@ -471,7 +473,9 @@ def test_the_page_has_every_reason() -> None:
     )
     source += (ROOT / "sql/functions/50_share.sql").read_text(encoding="utf-8")
     source += (ROOT / "sql/functions/60_admit.sql").read_text(encoding="utf-8")
+    source += (ROOT / "sql/functions/55_queue.sql").read_text(encoding="utf-8")
     given = set(re.findall(r"dispatch_narrow\([^;]*?'([a-z_]+)'\)", source)) | {"limit_error"}
+    given |= set(re.findall(r"reason := '([a-z_]+)'", source))
     assert {words(row[0])[0] for row in rows(section(POLICIES, "## Reasons"))} == given
 
 
@@ -510,7 +514,7 @@ def test_the_errors_page_has_every_error() -> None:
             """select dispatch_stage_many('p', '[{"task_name": "t"}, {"task_name": "t"}]')""",
         ),
         ("PD008", "select dispatch_admit('p')"),
-        ("PD008", "select dispatch_settle(-1, '{}', '{}', '{}')"),
+        ("PD008", "select dispatch_settle(-1)"),
         ("PD009", "select dispatch_set('nonsense', 1)"),
         ("PD009", "select dispatch_force_admit('p', '', 0)"),
         ("PD009", "select dispatch_partitions_page('p', 'size')"),

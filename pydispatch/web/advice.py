@@ -25,6 +25,8 @@ _SAID = {
     "no_tick": "Start a driver (pydispatch run), or let cron call dispatch_run().",
     "budget_exhausted": "Raise the policy's tick_admission_budget, or tick more often: the budget "
     "of a tick goes to others first.",
+    "queue_full": "Start workers for its queue, or raise the policy's max_queued: as many of its "
+    "jobs as that allows wait for a worker.",
     "queueing_lock_held": "Nothing: it goes when the job that holds its queueing lock has started.",
     "scheduled": "Nothing: it was deferred for later. Force-admit and drain keep to the schedule.",
     "retry": "Nothing: it failed, and its retry strategy makes it wait.",

@@ -58,6 +58,7 @@ _REASONS = {
     "not_its_turn": "others are due first",
     "paused": "paused",
     "policy_gone": "its policy is gone",
+    "queue_full": "the queue is full",
     "queueing_lock_held": "its queueing lock is held",
     "rate_zero": "rate is zero or missing",
     "retry": "waits to be tried again",

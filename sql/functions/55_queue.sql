@@ -54,24 +54,23 @@ end;
 $$;
 comment on function dispatch_slots_up_to(text, timestamptz, integer) is 'How many slots a policy''s jobs hold as of a time, counted up to a limit.';
 
-create or replace function dispatch_budget(p_policy dispatch_policies, p_now timestamptz, out jobs integer, out reason text)
+create or replace function dispatch_budget(
+  p_policy dispatch_policies, p_now timestamptz, out jobs integer, out reason text, out scarce boolean
+)
 language plpgsql
 stable
 as $$
 begin
   jobs := dispatch_queue_room(p_policy, p_now);
   reason := 'queue_full';
-  -- While half of it is free nobody is in anybody's way: the tick that fills it is cut short by dispatch_take_room().
-  if jobs >= p_policy.max_queued - p_policy.max_queued / 2 then
-    jobs := null;
-  end if;
   if p_policy.tick_admission_budget < jobs or jobs is null then
     jobs := p_policy.tick_admission_budget;
     reason := 'budget_exhausted';
   end if;
+  scarce := jobs < p_policy.max_queued - p_policy.max_queued / 2 or reason = 'budget_exhausted';
 end;
 $$;
-comment on function dispatch_budget(dispatch_policies, timestamptz) is 'What the claims of the next tick of a policy have to share: so many jobs (null: there is no need), and the reason for those who get none.';
+comment on function dispatch_budget(dispatch_policies, timestamptz) is 'What the claims of the next tick of a policy have to share: so many jobs (null: no limit), and the reason for those who get none. scarce = it is a budget, or less than half of the queue is free.';
 
 -- Ticks do not see what other ticks have handed off and not committed. So each announces how many it is about to hand off, by
 -- a lock that keeps nobody out, and only then looks: at what others have announced, and in a later statement at what is
@@ -83,8 +82,8 @@ set search_path from current
 as $$
 declare
   v_key constant integer := hashtext(concat_ws(' ', current_database(), 'dispatch_policies'::regclass::oid, p_policy.policy_name));
-  -- The number, and above it the moment, lest two announcements of one transaction be one lock.
-  v_number constant integer := (extract(microseconds from clock_timestamp())::integer & 2047) << 20 | p_jobs;
+  -- The number, and above it a random one, lest two announcements of one transaction be one lock.
+  v_number constant integer := floor(random() * 2048)::integer << 20 | p_jobs;
   v_others integer;
 begin
   if p_policy.max_queued is null or p_jobs = 0 then

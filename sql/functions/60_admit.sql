@@ -262,7 +262,10 @@ begin
     v_handoff.decided_at := dispatch_now();
     v_handoff.claims := dispatch_pass_gates(p_policy.gates,
       dispatch_resolve(p_policy, v_handoff.claims, v_handoff.decided_at), v_handoff.decided_at);
-    v_handoff.claims := dispatch_share_budget(p_policy, v_handoff.claims, v_budget.jobs, v_budget.reason, v_handoff.decided_at);
+    -- Where nobody weighs more than others, cutting off in turns what is too much comes to the same, and seldom has to be done.
+    if v_budget.scarce or p_policy.literals -> 'fairness.weight' is distinct from '1' then
+      v_handoff.claims := dispatch_share_budget(p_policy, v_handoff.claims, v_budget.jobs, v_budget.reason, v_handoff.decided_at);
+    end if;
     select ids, places, ordinals, contested
     into v_handoff.staged_ids, v_handoff.places, v_handoff.ordinals, v_handoff.contested_ids
     from dispatch_pick(v_handoff.claims, v_handoff.decided_at);

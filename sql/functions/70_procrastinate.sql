@@ -45,6 +45,14 @@ end;
 $$;
 comment on function dispatch_forget_parking(bigint[]) is 'procrastinate writes each schedule down as an event, that of parking too. Retention by age would never come to such a job.';
 
+create or replace function dispatch_inserted(p_job_id bigint)
+returns text
+language sql
+immutable
+parallel safe
+return json_build_object('type', 'job_inserted', 'job_id', p_job_id)::text;
+comment on function dispatch_inserted(bigint) is 'What procrastinate notifies its workers with of a job that came into the queue.';
+
 -- All that a hand-off writes, in one statement: the staged row goes, procrastinate's comes (or comes back from where it was
 -- parked), slot and admission are noted.
 create or replace function dispatch_queue(p_places tid[], p_observed boolean, p_now timestamptz)
@@ -60,7 +68,6 @@ set jit = off
 as $$
 declare
   v_jobs bigint;
-  v_released bigint[];
 begin
   with taken as (
     delete from dispatch_staged_jobs where ctid = any (p_places) returning *
@@ -75,7 +82,9 @@ begin
     from taken
     where taken.parked
       and job.id = taken.id
-    returning job.id, job.queue_name
+    returning
+      pg_notify('procrastinate_queue_v1#' || job.queue_name, dispatch_inserted(job.id)),
+      pg_notify('procrastinate_any_queue_v1', dispatch_inserted(job.id))
   ), admitted as (
     insert into dispatch_admissions (job_id, partition_id, staged_at, admitted_at, policy_name, partition_key, context)
     select id, partition_id, staged_at, p_now, policy_name, partition_key, context
@@ -89,15 +98,8 @@ begin
     insert into dispatch_inflight_jobs (job_id, partition_id, admitted_at, policy_name, partition_key, observed)
     select id, partition_id, p_now, policy_name, partition_key, p_observed
     from taken
-  ), woken as (
-    select id, pg_notify(channel, json_build_object('type', 'job_inserted', 'job_id', id)::text)
-    from released
-    cross join lateral unnest(array['procrastinate_queue_v1#' || queue_name, 'procrastinate_any_queue_v1']) as channel
   )
-  select (select count(*) from taken), array(select distinct id from woken) into v_jobs, v_released;
-  if v_released <> '{}' then
-    perform dispatch_forget_parking(v_released);
-  end if;
+  select count(*) into v_jobs from taken;
   return v_jobs;
 end;
 $$;
@@ -166,9 +168,9 @@ begin
         perform dispatch_queue(p_places[v_at:v_at], p_observed, p_now);
         v_passed := true;
       end loop;
-      raise exception using errcode = 'PD000', message = 'all of it is taken back';
+      raise exception using errcode = 'UNDO0', message = 'all of it is taken back';
     exception
-      when sqlstate 'PD000' then
+      when sqlstate 'UNDO0' then
         null;
       when others or assert_failure then
         get stacked diagnostics v_constraint = constraint_name;
@@ -727,11 +729,13 @@ begin
     values (v_job.policy_name, v_job.partition_id, 'resumed');
     perform dispatch_wake(v_job.policy_name);
     new.scheduled_at := old.scheduled_at;
+  else
+    perform dispatch_forget_parking(array[new.id]);
   end if;
   return new;
 end;
 $$;
-comment on function dispatch_rescheduled() is 'Trigger: somebody gives a parked job another schedule. Its policy takes that for when the job is next to go, and its row stays parked. (A tick takes the job out of its policy before it gives the row its schedule back.)';
+comment on function dispatch_rescheduled() is 'Trigger: a parked job gets another schedule. Where that is a tick''s hand-off, which has taken the job out of its policy before, it is not parked any more. Else somebody''s hand did it: its policy takes that for when the job is next to go, and its row stays parked.';
 
 -- One call for each job that ends, in the worker's transaction: so what it does for a running one stands here itself, where
 -- a call of dispatch_free_slot(), with its pins, would cost a quarter more.
@@ -832,6 +836,19 @@ end;
 $$;
 comment on function dispatch_job_states(bigint) is 'Where a job is; no row for an id that no job has. job_id is null as long as procrastinate has no row of it.';
 
+create or replace function dispatch_status_of(p_job_id bigint)
+returns text
+language plpgsql
+stable
+set search_path from current
+set enable_seqscan = off
+as $$
+begin
+  return (select status::text from procrastinate_jobs where id = p_job_id);
+end;
+$$;
+comment on function dispatch_status_of(bigint) is 'procrastinate''s word for where a job is that it has; null for any other.';
+
 create or replace function dispatch_ended_at(p_job_id bigint)
 returns timestamptz
 language plpgsql
@@ -885,22 +902,26 @@ $$;
 comment on function dispatch_job_facts(bigint) is 'What procrastinate knows of a job: its status, its schedule, its lock, when it last started and when its worker gave its last sign. All null when its row is gone.';
 
 -- As if procrastinate had had it all along: with its row, and the events that tell procrastinate's retention how old it is.
-create or replace function dispatch_write_ended(p_job dispatch_staged_jobs, p_status text, p_now timestamptz)
+create or replace function dispatch_write_ended(p_job dispatch_staged_jobs, p_status text, p_abort boolean, p_now timestamptz)
 returns void
 language plpgsql
 set search_path from current
 as $$
 begin
-  insert into procrastinate_jobs (id, queue_name, task_name, priority, lock, queueing_lock, args, scheduled_at, status)
+  insert into procrastinate_jobs (id, queue_name, task_name, priority, lock, queueing_lock, args, scheduled_at, status, abort_requested)
   values (p_job.id, p_job.queue_name, p_job.task_name, p_job.priority, p_job.lock, p_job.queueing_lock, p_job.args, p_job.scheduled_at,
-    p_status::procrastinate_job_status);
+    p_status::procrastinate_job_status, p_abort);
   insert into procrastinate_events (job_id, type, at)
-  values (p_job.id, 'deferred', p_job.staged_at), (p_job.id, 'cancelled', p_now);
+  select p_job.id, type::procrastinate_job_event_type, at
+  from (
+    values ('deferred', p_job.staged_at), ('abort_requested', p_now), ('cancelled', p_now)
+  ) as events (type, at)
+  where p_abort or type <> 'abort_requested';
 end;
 $$;
-comment on function dispatch_write_ended(dispatch_staged_jobs, text, timestamptz) is 'Writes a staged job that ends without being handed off into procrastinate''s tables.';
+comment on function dispatch_write_ended(dispatch_staged_jobs, text, boolean, timestamptz) is 'Writes a staged job that ends without being handed off into procrastinate''s tables.';
 
-create or replace function dispatch_end_staged(p_id bigint, p_status text, p_delete_job boolean)
+create or replace function dispatch_end_staged(p_id bigint, p_status text, p_delete_job boolean, p_abort boolean default false)
 returns boolean
 language plpgsql
 set search_path from current
@@ -920,12 +941,12 @@ begin
     insert into dispatch_admissions (job_id, partition_id, staged_at, admitted_at, policy_name, partition_key, context, ending)
     values (p_id, v_job.partition_id, v_job.staged_at, v_now, v_job.policy_name, v_job.partition_key, v_job.context,
       case p_status when 'cancelled' then 'cancelled' else 'finished' end);
-    perform dispatch_write_ended(v_job, p_status, v_now);
+    perform dispatch_write_ended(v_job, p_status, p_abort, v_now);
   end if;
   return true;
 end;
 $$;
-comment on function dispatch_end_staged(bigint, text, boolean) is 'Ends a job that is staged and was never handed off, with one of procrastinate''s words, or without a trace (p_delete_job). False when there is no such job (any more). Waits for a tick that is just admitting it.';
+comment on function dispatch_end_staged(bigint, text, boolean, boolean) is 'Ends a job that is staged and was never handed off, with one of procrastinate''s words, or without a trace (p_delete_job). p_abort notes that it was asked to abort. False when there is no such job (any more). Waits for a tick that is just admitting it.';
 
 create or replace function dispatch_cancel_job(p_id bigint, p_abort boolean, p_delete_job boolean)
 returns boolean
@@ -934,7 +955,7 @@ set search_path from current
 as $$
 begin
   -- One after the other: what a tick has admitted meanwhile is seen by the second.
-  return dispatch_end_staged(p_id, 'cancelled', p_delete_job) or procrastinate_cancel_job_v1(p_id, p_abort, p_delete_job) is not null;
+  return dispatch_end_staged(p_id, 'cancelled', p_delete_job, p_abort) or procrastinate_cancel_job_v1(p_id, p_abort, p_delete_job) is not null;
 end;
 $$;
 comment on function dispatch_cancel_job(bigint, boolean, boolean) is 'What procrastinate''s cancel does, for any job: one that is staged is cancelled here (p_delete_job: without a trace), any other by procrastinate, with its meaning of p_abort and p_delete_job.';

@@ -51,10 +51,14 @@ stable
 set search_path from current
 set enable_seqscan = off
 as $$
+declare
+  v_state constant text := (select state from dispatch_job_states(p_id));
 begin
-  return coalesce(
-    (select status::text from dispatch_jobs where id = p_id),
-    (select case ending when 'cancelled' then 'cancelled' else 'succeeded' end from dispatch_admissions where job_id = p_id));
+  return case v_state
+    when 'staged' then 'todo'
+    when 'dead' then 'failed'
+    else coalesce(dispatch_status_of(p_id), case v_state when 'cancelled' then 'cancelled' when 'finished' then 'succeeded' end)
+  end;
 end;
 $$;
 comment on function dispatch_job_status(bigint) is 'procrastinate''s word (todo, doing, succeeded, failed, cancelled, aborted) for any job, staged or not; null when there is none. A finished job whose row is deleted counts as succeeded.';

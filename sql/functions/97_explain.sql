@@ -250,10 +250,14 @@ declare
   v_share integer;
   v_row dispatch_explanation;
 begin
-  if v_budget.jobs is null then
+  -- Shared evenly among as many as a tick claims, it is enough for the job in any case.
+  if v_budget.jobs is null or (not v_budget.scarce and p_place <= v_budget.jobs / p_policy.partition_batch_size) then
     return;
   end if;
   v_share := dispatch_foresee_budget(p_policy, p_partition_id, p_now);
+  if not v_budget.scarce and coalesce(v_share >= least(p_place, p_allowed), true) then
+    return;
+  end if;
   v_row.item := case v_budget.reason when 'queue_full' then 'queue' else 'budget' end;
   v_row.blocks := v_share is not null and v_share < least(p_place, p_allowed);
   v_row.reason := case when v_row.blocks then v_budget.reason end;
@@ -273,7 +277,7 @@ begin
   return next v_row;
 end;
 $$;
-comment on function dispatch_explain_budget(dispatch_policies, uuid, integer, integer, timestamptz) is 'The row for tick_admission_budget, or for the room in a queue that is more than half full where that is less: the part in whether the job at a place of its partition may go, of which the gates let p_allowed pass.';
+comment on function dispatch_explain_budget(dispatch_policies, uuid, integer, integer, timestamptz) is 'The row for tick_admission_budget, or where that is less for the room in the queue (unless that is half free and holds nobody): the part in whether the job at a place of its partition may go, of which the gates let p_allowed pass.';
 
 create or replace function dispatch_allowed_by(p_policy dispatch_policies, p_claim dispatch_claim, p_parts dispatch_explanation[])
 returns integer

@@ -128,7 +128,7 @@ async def in_flight(reader: Reader, partition_id: str) -> tuple[list[Row], bool]
     """The jobs that hold its slots, the longest admitted first; and whether there are more."""
     rows, last = await reader.page(
         """
-        select job_id, staged_id, admitted_at, state, task_name, queue_name, attempts
+        select job_id, admitted_at, state, task_name, queue_name, attempts
         from dispatch_inflight
         -- An array, not a join: then the slots are found by index before their jobs are looked up.
         where job_id = any (array(
