@@ -118,7 +118,7 @@ async def test_force_admitting_takes_the_next_few(dsn, scene):
 
 async def test_a_waiting_job_is_cancelled_and_one_that_went_is_not(dsn, scene):
     waiting = one(scene, "select max(id) from dispatch_staged_jobs")
-    gone = one(scene, "select min(staged_id) from dispatch_inflight_jobs")
+    gone = one(scene, "select min(job_id) from dispatch_inflight_jobs")
     async with browsing(dsn, authorize=ada) as browser:
         page = await browser.act(f"/actions/cancel?id={waiting}")
         assert "It will not run. 5 jobs of its partition still wait." in page.id("flash").text

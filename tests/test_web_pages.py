@@ -198,7 +198,7 @@ async def test_waiting_jobs_are_paged_in_the_order_of_admission(dsn, conn):
 
 async def test_a_job_shows_what_it_waits_for_wherever_it_is(dsn, scene):
     waiting = one(scene, "select min(id) from dispatch_staged_jobs")
-    queued = one(scene, "select min(staged_id) from dispatch_inflight_jobs")
+    queued = one(scene, "select min(job_id) from dispatch_inflight_jobs")
     async with browsing(dsn) as browser:
         staged = await browser.get(f"/jobs/{waiting}")
         admitted = await browser.get(f"/jobs/{queued}")
@@ -505,7 +505,7 @@ async def test_a_partition_tells_of_its_dead_jobs(dsn, scene):
 async def test_payloads_are_shown_only_when_that_was_asked_for(dsn, scene):
     scene.execute('update dispatch_partitions set context = \'{"note": "TOP-SECRET"}\'')
     staged = one(scene, "select min(id) from dispatch_staged_jobs")
-    queued = one(scene, "select min(staged_id) from dispatch_inflight_jobs")
+    queued = one(scene, "select min(job_id) from dispatch_inflight_jobs")
     scene.execute(
         """
         insert into dispatch_dead_jobs (id, partition_id, staged_at, died_at, priority, attempts,

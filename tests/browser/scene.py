@@ -128,11 +128,11 @@ class Scene:
         query = {
             "staged": "select min(id) from dispatch_staged_jobs where policy_name = 'calls'",
             "running": """
-                select staged_id from dispatch_inflight where state = 'running'
+                select job_id from dispatch_inflight where state = 'running'
             """,
-            "queued": "select min(staged_id) from dispatch_inflight where state = 'queued'",
+            "queued": "select min(job_id) from dispatch_inflight where state = 'queued'",
             "finished": """
-                select a.staged_id from dispatch_admissions as a
+                select a.job_id from dispatch_admissions as a
                 join procrastinate_jobs as j on j.id = a.job_id where j.status = 'succeeded'
             """,
             "dead": "select min(id) from dispatch_dead_jobs",
