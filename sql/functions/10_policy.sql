@@ -465,7 +465,7 @@ begin
   end if;
   perform dispatch_bury(v_waiting, array_fill('policy dropped'::text, array[cardinality(v_waiting)]), v_now);
 
-  delete from dispatch_inflight_jobs as j using dispatch_partitions as p where p.policy_name = p_name and j.partition_id = p.id;
+  delete from dispatch_inflight_jobs where policy_name = p_name;
   delete from dispatch_partitions where policy_name = p_name;
   -- A note of a job that was just staged is left: it leads the sweep to the orphan.
   delete from dispatch_inbox where policy_name = p_name and kind <> 'staged';

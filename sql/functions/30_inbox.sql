@@ -226,7 +226,12 @@ begin
     first_seen_at)
   select
     partition_id, p_policy, partition_key, shard, context, newest_id, jobs, dispatch_waiting_since(jobs, null, due_at, p_now),
-    (select count(*) from dispatch_inflight_jobs as slot where slot.partition_id = changes.partition_id),
+    (
+      select count(*)
+      from dispatch_inflight_jobs as slot
+      where slot.policy_name = p_policy
+        and slot.partition_id = changes.partition_id
+    ),
     due_at, p_now
   from changes
   where place is null

@@ -47,7 +47,7 @@ begin
   return (
     select count(*)
     from (
-      select from dispatch_inflight_jobs where policy_name = p_policy and admitted_at <= p_until order by admitted_at limit p_limit
+      select from dispatch_inflight_jobs where policy_name = p_policy and admitted_at <= p_until order by partition_id limit p_limit
     ) as slots
   );
 end;

@@ -155,8 +155,9 @@ begin
     from (
       select id, sum(slots) as slots
       from (
-        select id, (select count(*) from dispatch_inflight_jobs as slot where slot.partition_id = ids.id) as slots, true as asked_for
-        from unnest(p_partitions) as ids (id)
+        select p.id, (select count(*) from dispatch_inflight_jobs as slot where slot.policy_name = p.policy_name and slot.partition_id = p.id) as slots, true as asked_for
+        from dispatch_partitions as p
+        where p.id = any (p_partitions)
         union all
         select note.partition_id, -note.jobs, false
         from dispatch_inbox as note
@@ -213,7 +214,7 @@ begin
     from dispatch_partitions as p
     where p.id = any (v_page)
       and (
-        p.in_flight_count <> (select count(*) from dispatch_inflight_jobs as slot where slot.partition_id = p.id)
+        p.in_flight_count <> (select count(*) from dispatch_inflight_jobs as slot where slot.policy_name = p.policy_name and slot.partition_id = p.id)
         or (p.due_at is null and p.in_flight_count = 0
           and greatest(p.last_checked_at, p.last_admitted_at, p.first_seen_at) < v_inactive_since)
         or not exists (select from dispatch_policies as policy where policy.policy_name = p.policy_name)
@@ -226,7 +227,7 @@ begin
     select p.id
     from dispatch_partitions as p
     where p.id = any (v_held)
-      and p.in_flight_count <> (select count(*) from dispatch_inflight_jobs as slot where slot.partition_id = p.id)
+      and p.in_flight_count <> (select count(*) from dispatch_inflight_jobs as slot where slot.policy_name = p.policy_name and slot.partition_id = p.id)
   ), p_now);
 
   foreach v_id in array v_held loop

@@ -67,7 +67,12 @@ begin
       when known.id is null then jsonb_build_object(
         'id', wanted.id, 'policy_name', p_policy.policy_name, 'partition_key', sums.partition_key, 'shard', sums.shard,
         'context', sums.context, 'newest_id', sums.newest_id, 'pending_count', sums.jobs, 'due_at', sums.due_at,
-        'in_flight_count', (select count(*) from dispatch_inflight_jobs as slot where slot.partition_id = wanted.id),
+        'in_flight_count', (
+          select count(*)
+          from dispatch_inflight_jobs as slot
+          where slot.policy_name = p_policy.policy_name
+            and slot.partition_id = wanted.id
+        ),
         'first_seen_at', p_now, 'gate_state', '{}'::jsonb, 'total_admitted', 0, 'decayed_admits', 0)
       else jsonb_build_object(
         'pending_count', known.pending_count + sums.jobs,

@@ -353,7 +353,7 @@ as $$
 begin
   partitions := array(select p from dispatch_partitions as p where p.id = any (p_ids));
   stats := array(select s from dispatch_adaptive_stats as s where s.partition_id = any (p_ids));
-  slots := array(select slot from dispatch_inflight_jobs as slot where slot.partition_id = any (p_ids));
+  slots := array(select slot from dispatch_inflight_jobs as slot where slot.policy_name = p_scratch.policy_name);
   staged := array(select s from dispatch_staged_jobs as s where s.partition_id = any (p_ids));
   notes := array(select i from dispatch_inbox as i where i.policy_name = p_scratch.policy_name);
   present := array(

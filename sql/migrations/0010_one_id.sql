@@ -60,8 +60,9 @@ end;
 $$;
 alter table dispatch_inflight_jobs drop column staged_id;
 comment on column dispatch_inflight_jobs.job_id is 'The job.';
--- How many jobs of a policy are queued is asked at each tick.
-create index dispatch_inflight_jobs_policy_idx on dispatch_inflight_jobs (policy_name, admitted_at);
+-- How many jobs of a policy are queued is asked at each tick: one index counts by partition and by policy.
+create index dispatch_inflight_jobs_policy_idx on dispatch_inflight_jobs (policy_name, partition_id);
+drop index dispatch_inflight_jobs_partition_idx;
 
 alter table dispatch_staged_jobs add column parked boolean not null default false;
 comment on column dispatch_staged_jobs.parked is 'A retry: its row in procrastinate_jobs, of the same id, is parked until the policy admits it again.';

@@ -134,7 +134,8 @@ async def in_flight(reader: Reader, partition_id: str) -> tuple[list[Row], bool]
         where job_id = any (array(
           select job_id
           from dispatch_inflight_jobs
-          where partition_id = %(id)s
+          where policy_name = (select policy_name from dispatch_partitions where id = %(id)s)
+            and partition_id = %(id)s
           order by admitted_at, job_id
           limit %(limit)s
         ))
