@@ -30,13 +30,13 @@ from jsonb_array_elements(%(args)s) with ordinality as jobs (args, place)
 
 def sql_tick(plan: Plan) -> Iterator[Measurement]:
     """``dispatch_tick()`` against ``procrastinate_defer_jobs_v1``, both called from a client."""
-    for partitions in (1_000, 10_000):
+    for partitions, bar in ((1_000, 0.68), (10_000, 0.55)):
         yield _tick_row(
             plan,
             f"sql_tick_{partitions // 1000}k",
             f"dispatch_tick(), {partitions:,} partitions, jobs/s",
             partitions,
-            0.8,
+            bar,
             ticks,
             defers,
         )
@@ -44,13 +44,13 @@ def sql_tick(plan: Plan) -> Iterator[Measurement]:
 
 def driver_tick(plan: Plan) -> Iterator[Measurement]:
     """The driver's tick against ``batch_defer_jobs``."""
-    for partitions in (1_000, 10_000):
+    for partitions, bar in ((1_000, 0.75), (10_000, 0.60)):
         yield _tick_row(
             plan,
             f"driver_tick_{partitions // 1000}k",
             f"driver's tick, {partitions:,} partitions, jobs/s",
             partitions,
-            0.7,
+            bar,
             driver_ticks,
             python_defers,
         )
