@@ -494,7 +494,9 @@ async def test_the_id_works_after_admission(staging, conn, tick, staged):
 
 
 @pytest.mark.parametrize("delete_job", [True, False])
-async def test_a_queued_job_is_cancelled_by_its_staged_id(staging, conn, tick, queued, delete_job):
+async def test_a_queued_job_is_cancelled_by_the_id_that_defer_returned(
+    staging, conn, tick, queued, delete_job
+):
     job_id = await staging.call(staging.fetch, "defer", endpoint=7)
     tick(conn)
     manager = staging.app.job_manager

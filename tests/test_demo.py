@@ -130,12 +130,12 @@ def judge(conn: psycopg.Connection) -> Any:
             )
             conn.execute(
                 """
-                insert into dispatch_admissions (staged_id, job_id, partition_id, staged_at,
-                  admitted_at, policy_name, partition_key, context)
-                values (%s, %s, dispatch_partition_id('calls', %s), 'epoch',
+                insert into dispatch_admissions (job_id, partition_id, staged_at, admitted_at,
+                  policy_name, partition_key, context)
+                values (%s, dispatch_partition_id('calls', %s), 'epoch',
                   'epoch'::timestamptz + make_interval(secs => %s), 'calls', %s, '{}')
                 """,
-                [1000 + job_id, job_id, run.tenant, run.admitted, run.tenant],
+                [job_id, run.tenant, run.admitted, run.tenant],
             )
         return measure(conn, (FLOOD, QUIET), seconds=4.0)
 

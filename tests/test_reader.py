@@ -61,9 +61,9 @@ def test_a_reader_reads_every_view(reader: psycopg.Connection) -> None:
     "call",
     [
         "dispatch_job((select min(id) from dispatch_staged_jobs))",
-        "dispatch_job_status((select min(staged_id) from dispatch_admissions))",
+        "dispatch_job_status((select min(job_id) from dispatch_admissions))",
         "dispatch_explain((select min(id) from dispatch_staged_jobs))",
-        "dispatch_explain((select min(staged_id) from dispatch_admissions))",
+        "dispatch_explain((select min(job_id) from dispatch_admissions))",
         "dispatch_partitions_page('p')",
         "dispatch_waiting_page('p', '1')",
         "dispatch_next_due()",

@@ -101,7 +101,7 @@ def status(conn: psycopg.Connection, job_id: int) -> str | None:
 
 def staged(conn: psycopg.Connection) -> int | None:
     """Return the row in procrastinate that the waiting subject has; None when it does not wait."""
-    query = "select job_id from dispatch_staged_jobs where task_name = 'subject'"
+    query = "select id from dispatch_staged_jobs where task_name = 'subject' and parked"
     found: int | None = one(conn, query)
     return found
 

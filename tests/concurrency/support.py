@@ -78,16 +78,16 @@ union all
 select d.id, 'dead' from dispatch_dead_jobs as d
 union all
 select
-  a.staged_id,
+  a.job_id,
   case
-    when a.job_id is null then 'cancelled'
+    when a.ending is not null then a.ending
     when job.status in ('todo', 'doing') then 'in flight'
     else 'ended'
   end
 from dispatch_admissions as a
 left join procrastinate_jobs as job on job.id = a.job_id
-where not exists (select from dispatch_staged_jobs as s where s.id = a.staged_id)
-  and not exists (select from dispatch_dead_jobs as d where d.id = a.staged_id)
+where not exists (select from dispatch_staged_jobs as s where s.id = a.job_id)
+  and not exists (select from dispatch_dead_jobs as d where d.id = a.job_id)
 """
 
 
@@ -133,7 +133,7 @@ from dispatch_admissions as a
 join procrastinate_jobs as job on job.id = a.job_id
 where job.status in ('todo', 'doing')
   and not exists (select from dispatch_inflight_jobs as j where j.job_id = a.job_id)
-  and not exists (select from dispatch_staged_jobs as s where s.job_id = a.job_id)
+  and not exists (select from dispatch_staged_jobs as s where s.id = a.job_id)
 """
 
 

@@ -177,7 +177,7 @@ def test_a_worker_that_is_killed_gives_its_slots_back_after_the_stale_timeout_an
     )
     waiting = {"retry": {third: "staged"}, "leave": {}}[stalled]
     assert places(conn) == {first: "in flight", second: "in flight", third: "in flight"} | waiting
-    slots = column(conn, "select staged_id from dispatch_inflight_jobs order by staged_id")
+    slots = column(conn, "select job_id from dispatch_inflight_jobs order by job_id")
     assert slots == ([first, second] if stalled == "retry" else [third])
     assert column(conn, "select partition_key from dispatch_partitions") == ["a"]
     assert swept(301) == 0

@@ -197,7 +197,7 @@ def test_enqueuers_of_a_new_key_do_not_wait_for_each_other(conn, connect, enqueu
     assert tick(conn) == 2
     first.commit()
     waiting = column(conn, "select id from dispatch_staged_jobs order by id")
-    admitted = column(conn, "select staged_id from dispatch_admissions order by staged_id")
+    admitted = column(conn, "select job_id from dispatch_admissions order by job_id")
     assert admitted == sorted(ids)[:2]
     assert first_id in waiting, "it was not there when its elders were counted"
     assert_balanced(conn)

@@ -85,7 +85,7 @@ class Session:
             self.conn.execute("select dispatch_cancel(%s)", [job_id])
 
     def cancel_as_procrastinate_does(self) -> None:
-        job_id = self.any("select staged_id from dispatch_admissions order by 1 desc limit 50")
+        job_id = self.any("select job_id from dispatch_admissions order by 1 desc limit 50")
         if job_id is not None:
             abort, delete = self.chance.random() < 0.5, self.chance.random() < 0.3
             query = "select dispatch_cancel_job(%s, %s, %s)"

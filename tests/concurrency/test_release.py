@@ -64,7 +64,7 @@ def test_a_strangers_open_transaction_with_its_queueing_lock_delays_the_retry_al
     conn.execute("select dispatch_stage('p', 'neighbour', p_context => '{\"k\": \"other\"}')")
     conn.execute("select dispatch_stage('p', 'neighbour')")
     assert admitted(tick(conn, "p")) == (2, 0)
-    assert column(conn, "select job_id from dispatch_staged_jobs") == [retry]
+    assert column(conn, "select id from dispatch_staged_jobs where parked") == [retry]
     stranger.rollback()
     clock.advance(1)
     assert admitted(tick(conn, "p")) == (1, 0)

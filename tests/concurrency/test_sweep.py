@@ -31,7 +31,7 @@ BITES = {
         "select dispatch_sweep_orphans(dispatch_now(), 1)",
     ),
     "orphaned retries": (
-        "dispatch_staged_jobs where job_id is not null order by job_id",
+        "dispatch_staged_jobs where parked order by id",
         "select dispatch_sweep_orphans(dispatch_now(), 1)",
     ),
     "ticks not counted": (
@@ -43,7 +43,7 @@ BITES = {
         "select samples from dispatch_sweep_old(dispatch_now(), 1)",
     ),
     "admissions": (
-        "dispatch_admissions order by staged_id",
+        "dispatch_admissions order by job_id",
         "select admissions from dispatch_sweep_old(dispatch_now(), 1)",
     ),
 }

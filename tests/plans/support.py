@@ -166,8 +166,8 @@ def fill_history(
           select id, 'started' from jobs
         ), slots as (
           insert into dispatch_inflight_jobs
-            (job_id, staged_id, partition_id, admitted_at, policy_name, partition_key)
-          select id, -id, dispatch_partition_id('{policy}', 'history'), now(), '{policy}', 'history'
+            (job_id, partition_id, admitted_at, policy_name, partition_key)
+          select id, dispatch_partition_id('{policy}', 'history'), now(), '{policy}', 'history'
           from jobs
           where status <> 'succeeded'
         ), partition as (
@@ -177,9 +177,8 @@ def fill_history(
             {running + queued})
         )
         insert into dispatch_admissions
-          (staged_id, job_id, partition_id, staged_at, admitted_at, policy_name, partition_key,
-          context)
-        select -id, id, dispatch_partition_id('{policy}', 'history'), now(), now(), '{policy}',
+          (job_id, partition_id, staged_at, admitted_at, policy_name, partition_key, context)
+        select id, dispatch_partition_id('{policy}', 'history'), now(), now(), '{policy}',
           'history', '{{}}'
         from jobs
         """.encode()

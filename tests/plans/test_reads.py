@@ -230,11 +230,11 @@ SMALL_STEPS: dict[str, Callable[[psycopg.Connection], object]] = {
         "select dispatch_job((select max(id) from dispatch_staged_jobs))"
     ),
     "finding an ended job": call(
-        "select dispatch_job((select min(staged_id) from dispatch_admissions))"
+        "select dispatch_job((select min(job_id) from dispatch_admissions))"
     ),
     "finding a dead job": call("select dispatch_job((select min(id) from dispatch_dead_jobs))"),
     "telling a status": call(
-        "select dispatch_job_status((select min(staged_id) from dispatch_admissions))"
+        "select dispatch_job_status((select min(job_id) from dispatch_admissions))"
     ),
     "finishing a job": call(
         "select procrastinate_finish_job_v1((select min(job_id) from dispatch_inflight_jobs),"

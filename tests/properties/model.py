@@ -74,7 +74,7 @@ class Job:
     context: Context
     eligible_at: datetime = ALWAYS
     state: str = "staged"  # then queued, running; or dead; or an end, in procrastinate's words
-    job_id: int | None = None
+    handed: bool = False  # does procrastinate have a row of it?
     attempts: int = 0
     abort_requested: bool = False
     slot_since: datetime | None = None
@@ -146,7 +146,7 @@ class Model:
 
     def lock_is_held(self, queueing_lock: str | None) -> bool:
         """Would staging a job with this lock be refused?"""
-        waiting = {job.queueing_lock for job in self.by_state("staged") if job.job_id is None}
+        waiting = {job.queueing_lock for job in self.by_state("staged") if not job.handed}
         return self.lock_is_queued(queueing_lock) or (
             queueing_lock is not None and queueing_lock in waiting
         )
@@ -259,16 +259,14 @@ class Model:
             for gate in self.policy.gates
         )
 
-    def hand_off(self, jobs: Iterable[Job], held: Iterable[Job] = ()) -> None:
+    def hand_off(self, jobs: Iterable[Job]) -> None:
         """Hand these over: the new ones in this order, then those that wait to be retried."""
         jobs = list(jobs)
-        for job in [j for j in jobs if j.job_id is None] + [
-            j for j in jobs if j.job_id is not None
-        ]:
-            if job in held or self.lock_is_queued(job.queueing_lock):
+        for job in [j for j in jobs if not j.handed] + [j for j in jobs if j.handed]:
+            if self.lock_is_queued(job.queueing_lock):
                 job.eligible_at = self.now + QUEUEING_LOCK_BACKOFF
             else:
-                job.state, job.slot_since = "queued", self.now
+                job.state, job.slot_since, job.handed = "queued", self.now, True
                 job.observed = self.policy.has_adaptive()
                 for gate in self.policy.gates:
                     bucket = self.partition(job.key).buckets.get(gate.name)

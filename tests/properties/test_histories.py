@@ -74,23 +74,21 @@ JOBS = st.fixed_dictionaries(
 )
 
 OUTCOMES = st.lists(
-    st.sampled_from(["handed", "handed", "handed", "held", "error"]), min_size=1, max_size=5
+    st.sampled_from(["handed", "handed", "handed", "error"]), min_size=1, max_size=5
 )
 ENDS = st.sampled_from(["succeeded", "succeeded", "failed", "aborted", "deleted"])
 
 SNAPSHOT = """
 select jsonb_build_object(
   'staged', (select coalesce(jsonb_object_agg(id, jsonb_build_object('key', partition_key,
-      'priority', priority, 'eligible_at', nullif(eligible_at, '-infinity'), 'job_id', job_id,
+      'priority', priority, 'eligible_at', nullif(eligible_at, '-infinity'), 'parked', parked,
       'attempts', attempts)), '{}') from dispatch_staged_jobs),
   'dead', (select coalesce(jsonb_object_agg(id, error), '{}') from dispatch_dead_jobs),
   'jobs', (select coalesce(jsonb_object_agg(id, jsonb_build_object('status', status, 'priority',
       priority, 'attempts', attempts, 'parked', scheduled_at = dispatch_parked_until())), '{}')
     from procrastinate_jobs),
-  'slots', (select coalesce(jsonb_object_agg(staged_id, jsonb_build_object('job_id', job_id,
-      'admitted_at', admitted_at)), '{}') from dispatch_inflight_jobs),
-  'admissions', (select coalesce(jsonb_object_agg(staged_id, job_id), '{}')
-    from dispatch_admissions),
+  'slots', (select coalesce(jsonb_object_agg(job_id, admitted_at), '{}')
+    from dispatch_inflight_jobs),
   'partitions', (select coalesce(jsonb_object_agg(partition_key, jsonb_build_object(
       'pending', pending_count, 'in_flight', in_flight_count, 'due_at', due_at, 'context', context,
       'version', ctid, 'gates', gate_state, 'waiting_since', waiting_since)), '{}')
@@ -255,7 +253,7 @@ class Histories(RuleBasedStateMachine):
     @sometimes(1, needs=("staged",))
     def cancel_staged(self, job: Job) -> None:
         assert self.db.one("select dispatch_cancel(%s)", job.id) is True
-        job.state = "cancelled"
+        job.state, job.handed = "cancelled", True
         assert self.db.one("select dispatch_cancel(%s)", job.id) is False
 
     @sometimes(1, key=st.none() | KEYS, paused=st.booleans())
@@ -283,7 +281,6 @@ class Histories(RuleBasedStateMachine):
         picked = model.ready(key)[:limit]
         model.hand_off(picked)
         assert admitted == sum(job.state == "queued" for job in picked)
-        self.learn_job_ids()
 
     @sometimes(1, needs=("dead",), requeue=st.booleans())
     def deal_with_the_dead(self, job: Job, requeue: bool) -> None:
@@ -291,7 +288,7 @@ class Histories(RuleBasedStateMachine):
             self.db.one("select dispatch_discard_dead(%s)", job.id)
             job.state = "cancelled"
             return
-        waiting = {j.queueing_lock for j in self.model.by_state("staged") if j.job_id is None}
+        waiting = {j.queueing_lock for j in self.model.by_state("staged") if not j.handed}
         refused = self.refused("select dispatch_requeue_dead(%s)", job.id)
         if job.queueing_lock is not None and job.queueing_lock in waiting:
             assert refused == "PD004"
@@ -352,32 +349,23 @@ class Histories(RuleBasedStateMachine):
             )[0]
             self.check_tick(before, result, {})
             return
-        became: dict[int, str] = {}
-        handed: list[int | None] = []
-        for row, outcome in zip(rows, cycle(outcomes), strict=False):
-            if outcome == "handed" and self.model.lock_is_queued(row["queueing_lock"]):
-                outcome = "held"
-            became[row["id"]] = outcome
-            handed.append(self.defer(row) if outcome == "handed" else None)
+        # In turns, one of each partition, then the second of each.
+        turn: Counter[str] = Counter()
+        turns = []
+        for row in rows:
+            turns.append(turn[row["partition_key"]])
+            turn[row["partition_key"]] += 1
+        if not any(job.handed for job in self.model.by_state("staged")):
+            assert turns == sorted(turns), "not one each in turn"
+        became = {row["id"]: outcome for row, outcome in zip(rows, cycle(outcomes), strict=False)}
+        bad = [id_ for id_, outcome in became.items() if outcome == "error"]
         (result,) = self.db.all(
-            "select * from dispatch_settle(%s, %s, %s, %s)",
+            "select * from dispatch_settle(%s, %s, %s)",
             rows[0]["handoff_id"],
-            [row["id"] for row in rows],
-            handed,
-            ["bad" if outcome == "error" else None for outcome in became.values()],
+            bad,
+            ["bad"] * len(bad),
         )
         self.check_tick(before, result, became)
-
-    def defer(self, row: dict[str, Any]) -> int:
-        (ids,) = self.db.all(
-            """select procrastinate_defer_jobs_v1(array[
-              row(%s, %s, %s, %s, %s, %s, %s)::procrastinate_job_to_defer_v1]) as ids""",
-            *(row[name] for name in ("queue_name", "task_name", "priority", "lock")),
-            row["queueing_lock"],
-            "{}",
-            row["scheduled_at"],
-        )
-        return int(ids["ids"][0])
 
     @sometimes(1)
     def admit_and_roll_back(self) -> None:
@@ -424,15 +412,9 @@ class Histories(RuleBasedStateMachine):
             (turn, job.id, job) for jobs in picked.values() for turn, job in enumerate(jobs)
         )
         dead = [job for _, _, job in turns if outcomes.get(job.id) == "error"]
-        held = [job for _, _, job in turns if outcomes.get(job.id) == "held"]
-        model.hand_off([job for _, _, job in turns if job not in dead], held)
+        model.hand_off([job for _, _, job in turns if job not in dead])
         for job in dead:
             job.state = "dead"
-        self.learn_job_ids()
-        new = sorted(
-            (j.job_id, turn) for turn, _, j in turns if j.starts == [] and j.state == "queued"
-        )
-        assert [turn for _, turn in new] == sorted(turn for _, turn in new), "not one each in turn"
 
     def check_nobody_was_passed_over(
         self, picked: dict[str, list[Job]], wanted: dict[str, int], all_seen: bool
@@ -450,12 +432,6 @@ class Histories(RuleBasedStateMachine):
         for key in looked_at:
             if got[key] < wanted[key]:
                 assert all(got[other] <= got[key] + 1 for other in got), "not shared fairly"
-
-    def learn_job_ids(self) -> None:
-        new = [job for job in self.model.by_state("queued") if job.job_id is None]
-        admissions = self.snapshot()["admissions"] if new else {}
-        for job in new:
-            job.job_id = admissions[str(job.id)]
 
     @sometimes(3)
     def tick_until_nothing_is_due(self) -> None:
@@ -497,7 +473,7 @@ class Histories(RuleBasedStateMachine):
             )
             if fetched is None:
                 return
-            (job,) = (job for job in self.model.by_state("queued") if job.job_id == fetched)
+            (job,) = (job for job in self.model.by_state("queued") if job.id == fetched)
             job.state = "running"
             job.starts.append(self.model.now)
             self.db.conn.execute(
@@ -510,7 +486,7 @@ class Histories(RuleBasedStateMachine):
     def finish(self, job: Job, how: str) -> None:
         status = "succeeded" if how == "deleted" else how
         self.db.all(
-            "select procrastinate_finish_job_v1(%s, %s, %s)", job.job_id, status, how == "deleted"
+            "select procrastinate_finish_job_v1(%s, %s, %s)", job.id, status, how == "deleted"
         )
         self.model.end(job, how)
         job.abort_requested = False
@@ -520,7 +496,7 @@ class Histories(RuleBasedStateMachine):
         model = self.model
         at = None if delay is None else model.now + timedelta(seconds=delay)
         refused = self.refused(
-            "select procrastinate_retry_job_v2(%s, %s, %s, null, null)", job.job_id, at, priority
+            "select procrastinate_retry_job_v2(%s, %s, %s, null, null)", job.id, at, priority
         )
         if job.abort_requested and job.state == "failed":
             assert refused == "23514", "procrastinate does not retry what was to be aborted"
@@ -538,9 +514,7 @@ class Histories(RuleBasedStateMachine):
 
     @sometimes(1, needs=("queued", "running"), abort=st.booleans(), delete=st.booleans())
     def cancel_in_procrastinate(self, job: Job, abort: bool, delete: bool) -> None:
-        done = self.db.one(
-            "select procrastinate_cancel_job_v1(%s, %s, %s)", job.job_id, abort, delete
-        )
+        done = self.db.one("select procrastinate_cancel_job_v1(%s, %s, %s)", job.id, abort, delete)
         if job.state == "queued":
             assert done is not None
             job.abort_requested = abort and not delete
@@ -562,7 +536,7 @@ class Histories(RuleBasedStateMachine):
         model = self.model
         assert found["handoffs"] == 0
         staged = {
-            str(job.id): (job.key, job.priority, job.eligible_at, job.job_id, job.attempts)
+            str(job.id): (job.key, job.priority, job.eligible_at, job.handed, job.attempts)
             for job in model.by_state("staged")
         }
         assert staged == {
@@ -570,7 +544,7 @@ class Histories(RuleBasedStateMachine):
                 row["key"],
                 row["priority"],
                 time(row["eligible_at"]),
-                row["job_id"],
+                row["parked"],
                 row["attempts"],
             )
             for id_, row in found["staged"].items()
@@ -579,26 +553,22 @@ class Histories(RuleBasedStateMachine):
 
         words = {"queued": "todo", "running": "doing", "staged": "todo"}
         rows = {
-            str(job.job_id): (words.get(job.state, job.state), job.state == "staged")
+            str(job.id): (words.get(job.state, job.state), job.state == "staged")
             for job in model.jobs.values()
-            if job.job_id is not None and job.state != "deleted"
+            if job.handed and job.state != "deleted"
         }
         assert rows == {
             id_: (row["status"], row["status"] == "todo" and row["parked"] is True)
             for id_, row in found["jobs"].items()
         }
         for job in model.by_state("queued", "running", "succeeded", "failed"):
-            row = found["jobs"][str(job.job_id)]
+            row = found["jobs"][str(job.id)]
             assert (row["priority"], row["attempts"]) == (job.priority, job.attempts)
 
         slots = {
-            str(job.id): (job.job_id, job.slot_since)
-            for job in model.jobs.values()
-            if job.slot_since is not None
+            str(job.id): job.slot_since for job in model.jobs.values() if job.slot_since is not None
         }
-        assert slots == {
-            id_: (row["job_id"], time(row["admitted_at"])) for id_, row in found["slots"].items()
-        }
+        assert slots == {id_: time(admitted_at) for id_, admitted_at in found["slots"].items()}
 
     def counters_are_sums_of_rows_and_notes(self, found: dict[str, Any]) -> None:
         nothing = {"pending": 0, "finished": 0}
@@ -675,10 +645,9 @@ def test_a_partition_is_not_forgotten_before_its_notes_are_folded_in(db: Databas
         db.stage("p", [{"task_name": "t"}])
         (row,) = db.all("select * from dispatch_admit('p')")
         db.one(
-            "select jobs_admitted from dispatch_settle(%s, array[%s], array[null::bigint], %s)",
+            "select jobs_admitted from dispatch_settle(%s, array[%s], array['bad'])",
             row["handoff_id"],
             row["id"],
-            ["bad"],
         )
         db.advance(90_000)
         db.all("select * from dispatch_sweep()")
