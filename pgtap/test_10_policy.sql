@@ -1,6 +1,6 @@
 -- Policies: what a definition may say, what it becomes, and what a change of it does.
 begin;
-select plan(169);
+select plan(184);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 set local client_min_messages = error; -- shards that are finer than partitions
@@ -57,7 +57,7 @@ from (values
   ('"text"', 'the definition must be an object. Its value is "text".', 'a text is no definition'),
   ('{"partition_key": "a"}',
     'partition_key is not known; known here: partition_by, shard_by, queue, gates, fairness, partition_batch_size, '
-    'admission_batch_size, tick_admission_budget, max_pending, retry_strategy, stalled. Its value is "a".',
+    'admission_batch_size, tick_admission_budget, max_queued, max_pending, retry_strategy, stalled. Its value is "a".',
     'an unknown key is refused by its name'),
 
   ('{"partition_by": 7}', 'partition_by must be a dotted path, like "account.id". Its value is 7.', 'partition_by is no number'),
@@ -82,6 +82,13 @@ from (values
   ('{"admission_batch_size": 1.5}', 'admission_batch_size must be a whole number. Its value is 1.5.', 'a batch size is a whole number'),
   ('{"tick_admission_budget": 0}', 'tick_admission_budget must be at least 1. Its value is 0.', 'a budget is one job at least'),
   ('{"tick_admission_budget": 1000001}', 'tick_admission_budget must be at most 1000000. Its value is 1000001.', 'a budget is a million jobs at most'),
+  ('{"max_queued": 0}', 'max_queued must be at least 1. Its value is 0.', 'a queue holds one job at least'),
+  ('{"max_queued": -1}', 'max_queued must be at least 1. Its value is -1.', 'and not less than none'),
+  ('{"max_queued": 1000001}', 'max_queued must be at most 1000000. Its value is 1000001.', 'a queue holds a million jobs at most'),
+  ('{"max_queued": 1.5}', 'max_queued must be a whole number. Its value is 1.5.', 'a queue holds whole jobs'),
+  ('{"max_queued": "9"}', 'max_queued must be a number. Its value is "9".', 'a bound of the queue is no text'),
+  ('{"max_queued": false}', 'max_queued must be a number. Its value is false.', 'nor false'),
+  ('{"max_queued": [9]}', 'max_queued must be a number. Its value is [9].', 'nor an array'),
   ('{"max_pending": -1}', 'max_pending must be at least 1. Its value is -1.', 'a backlog may hold one job at least'),
   ('{"max_pending": 1000000001}', 'max_pending must be at most 1000000000. Its value is 1000000001.', 'a backlog may hold a milliard jobs at most'),
   ('{"max_pending": true}', 'max_pending must be a number. Its value is true.', 'true is no number'),
@@ -123,6 +130,26 @@ from (values
   ('{"gates": [{"type": "concurrency", "max": 1, "name": "throttle"}, {"type": "throttle", "rate": 1, "per": 1}]}',
     'gates[1].name must differ from the names of the other gates (it defaults to the type). Its value is "throttle".', 'nor does one bear the other''s default name')
 ) as refused (definition, refusal, sentence);
+
+-- The bound of the queue.
+create function pg_temp.max_queued(p_definition jsonb) returns text language plpgsql as $$
+begin
+  perform dispatch_define_policy('queued', p_definition);
+  return coalesce((select max_queued::text from dispatch_policies where policy_name = 'queued'), 'none');
+end;
+$$;
+select is(pg_temp.max_queued(definition::jsonb), bound, sentence)
+from (values
+  ('{}', '1000', 'by default a thousand jobs may be queued'),
+  ('{"max_queued": 1}', '1', 'one is a bound'),
+  ('{"max_queued": 1000000}', '1000000', 'so is a million'),
+  ('{"max_queued": 7.0}', '7', 'a whole number may be written with decimals'),
+  ('{"max_queued": null}', 'none', 'null is none'),
+  ('{}', '1000', 'left out again, it is a thousand')
+) as bounds (definition, bound, sentence);
+select throws_ok(format('update dispatch_policies set max_queued = %s where policy_name = ''queued''', bound), '23514', null, format('the table takes no bound of %s either', bound))
+from unnest(array[0, -1]) as bound;
+delete from dispatch_policies where policy_name = 'queued';
 
 -- A gate's parameters -------------------------------------------------------------------------------
 

@@ -159,11 +159,11 @@ from dispatch_partitions where policy_name = 'by_plan' and partition_key = 'n';
 -- What is written -----------------------------------------------------------------------------------
 
 select results_eq(
-  $$select task_name, queue_name, priority, lock, queueing_lock, scheduled_at, eligible_at, staged_at, args, attempts, job_id
+  $$select task_name, queue_name, priority, lock, queueing_lock, scheduled_at, eligible_at, staged_at, args, attempts, parked
     from pg_temp.staged('by_k', '{"task_name": "app.fetch", "queue_name": "slow", "priority": -5, "lock": "l", "queueing_lock": "ql",
       "scheduled_at": "2030-01-31T12:00:00+02:00", "args": {"n": [1, null]}}')$$,
   $$values ('app.fetch', 'slow', -5, 'l', 'ql', '2030-01-31 10:00+00'::timestamptz, '2030-01-31 10:00+00'::timestamptz,
-    '2026-01-01 00:00+00'::timestamptz, '{"n": [1, null]}'::jsonb, 0, null::bigint)$$,
+    '2026-01-01 00:00+00'::timestamptz, '{"n": [1, null]}'::jsonb, 0, false)$$,
   'a job is staged as it was deferred');
 select results_eq(
   $$select queue_name, priority, lock, queueing_lock, scheduled_at, eligible_at, args from pg_temp.staged('by_k', '{}')$$,

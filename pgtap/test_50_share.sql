@@ -81,12 +81,14 @@ $$;
 -- Ticks and tells what it admitted: keys in the order of the hand-off.
 create function pg_temp.tick(p_policy text) returns text language plpgsql as $$
 declare
-  v_last constant bigint := coalesce((select max(id) from procrastinate_jobs), 0);
+  v_jobs constant dispatch_payload[] := array(select job from dispatch_admit(p_policy) as job);
 begin
-  perform dispatch_tick(p_policy);
-  return (select string_agg(task_name, '' order by id) from procrastinate_jobs where id > v_last);
+  perform dispatch_settle(v_jobs[1].handoff_id) where v_jobs[1].handoff_id is not null;
+  return (
+    select string_agg(arrived.task_name, '' order by job.ordinality)
+    from unnest(v_jobs) with ordinality as job
+    join procrastinate_jobs as arrived on arrived.id = job.id);
 end $$;
-
 
 do $$ begin
   perform dispatch_define_policy('budget', '{"partition_by": "k", "tick_admission_budget": 6}');

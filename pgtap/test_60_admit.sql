@@ -37,16 +37,20 @@ begin atomic
     jsonb_build_object('task_name', p_name, 'context', jsonb_build_object('k', p_key)) || p_more)) as id;
 end;
 
--- Ticks once and returns the names of the jobs that arrived, in procrastinate's order.
+-- Ticks once and returns the names of the jobs that arrived, in the order of the hand-off.
 create function pg_temp.tick(p_policy text, p_shard text default null)
 returns text[]
 language plpgsql
 as $$
 declare
-  v_last constant bigint := coalesce((select max(id) from procrastinate_jobs), 0);
+  v_jobs constant dispatch_payload[] := array(select job from dispatch_admit(p_policy, p_shard) as job);
 begin
-  perform dispatch_tick(p_policy, p_shard);
-  return array(select task_name::text from procrastinate_jobs where id > v_last order by id);
+  perform dispatch_settle(v_jobs[1].handoff_id) where v_jobs[1].handoff_id is not null;
+  return array(
+    select arrived.task_name::text
+    from unnest(v_jobs) with ordinality as job
+    join procrastinate_jobs as arrived on arrived.id = job.id
+    order by job.ordinality);
 end;
 $$;
 

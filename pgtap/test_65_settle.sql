@@ -1,6 +1,6 @@
 -- Settling: what was handed off is written down and paid for, all of it together, and nothing else is.
 begin;
-select plan(72);
+select plan(99);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 
@@ -79,14 +79,14 @@ select is(
 select is(
   (select array_agg(task_name::text order by id) from procrastinate_jobs where status = 'todo'), '{a1,a2}', 'they are in procrastinate''s queue');
 select results_eq(
-  $$ select slot.staged_id, slot.partition_id, slot.admitted_at, slot.policy_name, slot.partition_key, job.task_name::text
+  $$ select slot.job_id, slot.partition_id, slot.admitted_at, slot.policy_name, slot.partition_key, job.task_name::text
      from dispatch_inflight_jobs as slot join procrastinate_jobs as job on job.id = slot.job_id order by job.id $$,
   $$ select id, partition_id, pg_temp.clock(1), policy_name, partition_key, task_name from staged where task_name <> 'a3' order by id $$,
-  'each holds a slot, which names both ids');
+  'each holds a slot, under the id that it was staged with');
 select results_eq(
-  $$ select a.staged_id, a.staged_at, a.admitted_at, a.context, job.task_name::text
-     from dispatch_admissions as a join procrastinate_jobs as job on job.id = a.job_id order by a.staged_id $$,
-  $$ select id, staged_at, pg_temp.clock(1), context, task_name from staged where task_name <> 'a3' order by id $$,
+  $$ select a.job_id, a.staged_at, a.admitted_at, a.ending, a.context, job.task_name::text
+     from dispatch_admissions as a join procrastinate_jobs as job on job.id = a.job_id order by a.job_id $$,
+  $$ select id, staged_at, pg_temp.clock(1), null::text, context, task_name from staged where task_name <> 'a3' order by id $$,
   'its admission is kept, with the context it was staged with');
 select results_eq(
   $$ select pending_count, in_flight_count, total_admitted, last_checked_at, last_admitted_at, decayed_admits, decayed_at, blocked_reason
@@ -117,11 +117,12 @@ end;
 $$;
 select is((pg_temp.partition('whole')).decayed_admits, 2.5::double precision, 'and halve with each half-life');
 
--- Tokens are for what was handed off. A driver says what became of each job.
+-- Tokens are for what was handed off. A driver turns jobs back, and the queueing lock of another job holds one.
 do $$
 begin
   perform pg_temp.define('verdicts', '[{"type": "throttle", "rate": 10, "per": 10}, {"type": "concurrency", "max": 5}]');
-  perform pg_temp.stage('verdicts', 'a', 3);
+  perform pg_temp.stage('verdicts', 'a', 1);
+  perform dispatch_stage('verdicts', 'a' || i, p_context => '{"k": "a"}', p_queueing_lock => 'Q' || i) from unnest(array[2, 3]) as i;
 end;
 $$;
 create temporary table payload as select * from dispatch_admit('verdicts');
@@ -134,24 +135,24 @@ select throws_ok('set constraints all immediate', 'PD008', null, 'a hand-off tha
 create function pg_temp.settle(p_ids bigint[], p_handoff_id bigint default null)
 returns text
 language sql
-return format('select dispatch_settle(%s, %L, %L, %L)', coalesce(p_handoff_id, (select min(handoff_id) from payload)), p_ids,
-  array_fill(null::bigint, array[cardinality(p_ids)]), array_fill('boom'::text, array[cardinality(p_ids)]));
+return format('select dispatch_settle(%s, %L, %L)', coalesce(p_handoff_id, (select min(handoff_id) from payload)), p_ids,
+  array_fill('boom'::text, array[cardinality(p_ids)]));
 
 create temporary table ids as select array_agg(id order by id) as ids, max(id) as newest from payload;
-select throws_ok(pg_temp.settle(ids[1:2]), 'PD008', null, 'a settlement that leaves a job out is refused') from ids;
-select throws_ok(pg_temp.settle(ids || newest + 1), 'PD008', null, 'one that names a stranger as well is refused') from ids;
-select throws_ok(pg_temp.settle(ids[1:2] || newest + 1), 'PD008', null, 'one that names a stranger instead is refused') from ids;
-select throws_ok(pg_temp.settle(ids || newest), 'PD008', null, 'one that names a job twice is refused') from ids;
-select throws_ok(pg_temp.settle(array[ids[1], ids[1], ids[2]]), 'PD008', null, 'one that names a job twice and another not at all is refused') from ids;
-select throws_ok(pg_temp.settle('{}'), 'PD008', null, 'one that names nothing is refused');
+select throws_ok(pg_temp.settle(ids || newest + 1), 'PD008', null, 'a settlement that turns a stranger back as well is refused') from ids;
+select throws_ok(pg_temp.settle(ids[1:2] || newest + 1), 'PD008', null, 'one that turns a stranger back instead is refused') from ids;
+select throws_ok(pg_temp.settle(array[newest + 1]), 'PD008', null, 'one that turns only a stranger back is refused') from ids;
+select throws_ok(pg_temp.settle(ids || newest), 'PD008', null, 'one that turns a job back twice is refused') from ids;
+select throws_ok(pg_temp.settle(array[ids[1], ids[1], ids[2]]), 'PD008', null, 'one that turns a job back twice and another not at all is refused') from ids;
+select throws_ok(pg_temp.settle(array[ids[1], null]), 'PD008', null, 'one that turns no job back beside another is refused') from ids;
 select throws_ok(pg_temp.settle(ids, -1), 'PD008', null, 'a hand-off that does not exist cannot be settled') from ids;
 select throws_ok(pg_temp.settle('{}', -1), 'PD008', null, 'not even with nothing');
 select throws_ok('set constraints all immediate', 'PD008', null, 'after all that the hand-off is still open');
 
+insert into procrastinate_jobs (queue_name, task_name, queueing_lock) values ('default', 'stranger', 'Q2');
 create temporary table settled as
 select (settled).*
-from ids, dispatch_settle(
-  (select min(handoff_id) from payload), array[ids[3], ids[1], ids[2]], array[null, 900001, null], array['no such task', null, null]) as settled;
+from ids, dispatch_settle((select min(handoff_id) from payload), array[ids[3]], array['no such task']) as settled;
 select lives_ok('set constraints all immediate', 'a settled hand-off can be committed');
 set constraints all deferred;
 select throws_ok(pg_temp.settle(ids), 'PD008', null, 'a hand-off is settled once') from ids;
@@ -169,10 +170,10 @@ select handoff_id, id from dispatch_admit('twice');
 create function pg_temp.settle_twice(p_handoff_id bigint)
 returns text
 language sql
-return (select format('select dispatch_settle(%s, array[%s], array[%s], array[null])', handoff_id, id, 910000 + handoff_id) from twice where handoff_id = p_handoff_id);
+return format('select dispatch_settle(%s)', p_handoff_id);
 select is((select array[count(*), count(distinct id)] from twice), '{2,1}', 'a driver that admits twice is given the same job twice');
 select lives_ok(pg_temp.settle_twice(min(handoff_id)), 'it may hand it off once') from twice;
-select throws_ok(pg_temp.settle_twice(max(handoff_id)), 'PD008', 'jobs of policy ''twice'' that were handed off are not staged any more',
+select throws_ok(pg_temp.settle_twice(max(handoff_id)), 'PD008', 'jobs that were admitted are not staged any more',
   'and not a second time') from twice;
 delete from dispatch_handoffs where policy_name = 'twice';
 
@@ -181,13 +182,13 @@ select is(
   'settling tells what a tick tells');
 select is(pg_temp.tokens('verdicts'), 9::numeric, 'only the job that was handed off has paid');
 select is((pg_temp.partition('verdicts')).in_flight_count, 1, 'only that one counts as in flight');
-select is((select array_agg(job_id) from dispatch_inflight_jobs where policy_name = 'verdicts'), '{900001}', 'under the id that the driver gave');
+select is((select array_agg(job_id) from dispatch_inflight_jobs where policy_name = 'verdicts'), ids[1:1], 'under the id that staging gave it') from ids;
 select results_eq(
   $$ select task_name, error, died_at from dispatch_dead_jobs where policy_name = 'verdicts' $$,
-  $$ values ('a3', 'no such task', dispatch_now()) $$, 'the one with an error is set aside with it');
+  $$ values ('a3', 'no such task', dispatch_now()) $$, 'the one that was turned back is set aside with its error');
 select results_eq(
   $$ select task_name, eligible_at from dispatch_staged_jobs where policy_name = 'verdicts' $$,
-  $$ values ('a2', dispatch_now() + interval '1 second') $$, 'the one with neither waits its turn');
+  $$ values ('a2', dispatch_now() + interval '1 second') $$, 'the one whose queueing lock is held waits its turn');
 select is((pg_temp.partition('verdicts')).due_at, dispatch_now() + interval '1 second', 'its partition is not due before, so that no tick is wasted');
 do $$
 begin
@@ -195,6 +196,114 @@ begin
 end;
 $$;
 select is((pg_temp.partition('verdicts')).pending_count, 1::bigint, 'one job is pending');
+
+-- Turning back, and what a driver may do in between.
+create function pg_temp.admitted(p_policy text, p_jobs integer)
+returns dispatch_payload[]
+language plpgsql
+as $$
+begin
+  perform pg_temp.define(p_policy, '[{"type": "concurrency", "max": 50}]');
+  perform pg_temp.stage(p_policy, 'a', p_jobs);
+  return array(select p from dispatch_admit(p_policy) as p);
+end;
+$$;
+create temporary table back as select pg_temp.admitted('back', 4) as jobs;
+select is((select array_agg(task_name) from back, unnest(jobs)), '{a1,a2,a3,a4}', 'a driver is given four jobs');
+create temporary table back_result as
+select settled.* from back, dispatch_settle(jobs[1].handoff_id, array[jobs[3].id, jobs[1].id], array['too large']) as settled;
+select is((select array[jobs_admitted, handoff_failures] from back_result), '{2,2}', 'it turns two back and names no other: those go');
+select results_eq(
+  $$ select task_name, error from dispatch_dead_jobs where policy_name = 'back' order by id $$,
+  $$ values ('a1', 'turned back'), ('a3', 'too large') $$, 'those turned back are dead, each with its error or with that');
+select is((select array_agg(job_id order by job_id) from dispatch_inflight_jobs where policy_name = 'back'), array[jobs[2].id, jobs[4].id], 'the others have their slots') from back;
+select is((pg_temp.partition('back')).in_flight_count, 2, 'and are counted');
+do $$
+begin
+  perform dispatch_requeue_dead(id) from dispatch_dead_jobs where policy_name = 'back' and task_name = 'a3';
+end;
+$$;
+create temporary table requeued as select * from dispatch_admit('back');
+select is((select array_agg(task_name) from requeued), '{a3}', 'a dead one that is requeued is admitted anew');
+select is((select (dispatch_settle(handoff_id)).jobs_admitted from requeued), 1, 'and may go');
+do $$ begin perform pg_temp.stage('back', 'a', 3); end; $$;
+create temporary table all_back as select array_agg(p) as jobs from dispatch_admit('back') as p;
+select results_eq(
+  $$ select jobs_admitted, handoff_failures from all_back, dispatch_settle(jobs[1].handoff_id, array[jobs[1].id, jobs[2].id, jobs[3].id], '{x,y,z}') $$,
+  $$ values (0, 3) $$, 'all can be turned back');
+select is((pg_temp.partition('back')).in_flight_count, 3, 'which changes nothing that is counted');
+
+create function pg_temp.between(p_name text, p_statement text, p_jobs integer default 3)
+returns text
+language plpgsql
+as $$
+declare
+  v_jobs dispatch_payload[];
+  v_settled dispatch_tick_result;
+begin
+  v_jobs := pg_temp.admitted(p_name, p_jobs);
+  execute format(p_statement, v_jobs[1].id, v_jobs[2].id);
+  v_settled := dispatch_settle(v_jobs[1].handoff_id);
+  return format('%s went', v_settled.jobs_admitted);
+exception
+  when sqlstate 'PD008' then
+    return sqlerrm;
+end;
+$$;
+select is(pg_temp.between('between', statement), said, sentence)
+from (values
+  ('select 1', '3 went', 'when nothing happens in between, the hand-off is settled'),
+  ('select dispatch_cancel(%s)', 'jobs that were admitted are not staged any more', 'a driver that cancels a job in between, in the same transaction, cannot settle'),
+  ('select dispatch_cancel_job(%2$s, false, true)', 'jobs that were admitted are not staged any more', 'nor one that cancels and deletes it'),
+  ('select dispatch_tick(''between'')', 'jobs that were admitted are not staged any more', 'nor one that ticks'),
+  ('select dispatch_force_admit(''between'', ''a'', 1)', 'jobs that were admitted are not staged any more', 'nor one that forces a job past the gates'),
+  ('select dispatch_bury(array[%s], array[''x''], dispatch_now())', 'jobs that were admitted are not staged any more', 'nor one whose job is dead'),
+  ('select dispatch_pause(''between'')', '3 went', 'a pause comes after what is admitted')
+) as happens (statement, said, sentence);
+select is((select array[count(*), count(*) filter (where not exists (select from procrastinate_jobs as job where job.id = slot.job_id))] from dispatch_inflight_jobs as slot where policy_name = 'between'),
+  '{6,0}', 'what could not be settled has left nothing');
+do $$ begin perform dispatch_resume('between'); end; $$;
+
+create temporary table later_settled as select pg_temp.admitted('turned', 2) as jobs;
+do $$ begin perform dispatch_cancel((select jobs[1].id from later_settled)); end; $$;
+select results_eq(
+  $$ select jobs_admitted, handoff_failures from later_settled, dispatch_settle(jobs[1].handoff_id, array[jobs[1].id]) $$,
+  $$ values (1, 1) $$, 'one that is cancelled in between and turned back costs the other nothing');
+select is((select (pg_temp.partition('turned')).in_flight_count), 1, 'which is counted');
+
+create temporary table longer as select pg_temp.admitted('longer', 2) as jobs;
+select throws_ok(format('select dispatch_settle(%s, array[%s], array[''for one'', ''for nobody''])', jobs[1].handoff_id, jobs[1].id), 'PD008', null,
+  'an error of no job is refused') from longer;
+do $$ begin delete from dispatch_handoffs where policy_name = 'longer'; end; $$;
+
+-- A retry beside new jobs is not shown to a driver, and goes when it settles.
+do $$
+begin
+  perform pg_temp.define('retry_beside', '[{"type": "concurrency", "max": 5}]');
+  perform pg_temp.stage('retry_beside', 'a', 1);
+  perform dispatch_tick('retry_beside');
+  update procrastinate_jobs set status = 'doing' where id = (select job_id from dispatch_inflight_jobs where policy_name = 'retry_beside');
+  perform procrastinate_retry_job_v2(job_id, null, null, null, null) from dispatch_inflight_jobs where policy_name = 'retry_beside';
+end;
+$$;
+create temporary table only_retry as select * from dispatch_admit('retry_beside');
+select is((select array_agg(id) from only_retry), array[null::bigint], 'where there are retries only, no job is shown');
+select is((select (tick).jobs_admitted from only_retry), 1, 'and the tick has handed them off');
+select lives_ok('set constraints all immediate', 'there is nothing to settle');
+set constraints all deferred;
+do $$
+begin
+  update procrastinate_jobs set status = 'doing' where id = (select job_id from dispatch_inflight_jobs where policy_name = 'retry_beside');
+  perform procrastinate_retry_job_v2(job_id, null, null, null, null) from dispatch_inflight_jobs where policy_name = 'retry_beside';
+  perform pg_temp.stage('retry_beside', 'a', 2);
+end;
+$$;
+create temporary table with_retry as select * from dispatch_admit('retry_beside');
+select is((select count(*) from with_retry), 2::bigint, 'beside new jobs, those are shown');
+select is((select count(*) from dispatch_staged_jobs where policy_name = 'retry_beside' and parked), 1::bigint, 'the retry stays parked so long');
+select is((select (dispatch_settle(min(handoff_id), array_agg(id))).jobs_admitted from with_retry), 1, 'and goes with the settlement, though all that was shown is turned back');
+select is((select count(*) from procrastinate_jobs as job join dispatch_inflight_jobs as slot on slot.job_id = job.id where slot.policy_name = 'retry_beside' and job.scheduled_at is null), 1::bigint,
+  'out of where it was parked');
 
 -- Nothing to hand off.
 create temporary table nothing as select * from dispatch_admit('verdicts');
@@ -361,7 +470,7 @@ begin
 end;
 $$;
 select is((select count(*) from dispatch_staged_jobs where policy_name = 'broken'), 2::bigint, 'a tick that is rolled back leaves its jobs staged');
-select is((select count(*) from procrastinate_jobs where task_name like 'a_' and id > (select max(id) from dispatch_staged_jobs where policy_name = 'broken')), 0::bigint,
+select is((select count(*) from procrastinate_jobs where id in (select id from dispatch_staged_jobs where policy_name = 'broken')), 0::bigint,
   'and none of them in the queue');
 
 select * from finish();

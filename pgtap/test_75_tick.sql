@@ -1,6 +1,6 @@
 -- The tick as a whole, over one policy or all, and what tells its caller when to come back.
 begin;
-select plan(35);
+select plan(53);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 
@@ -68,15 +68,55 @@ end;
 $$;
 select is((select sum(jobs_admitted) from dispatch_tick()), 1::bigint, 'mended, it goes on');
 
-create function pg_temp.fail() returns trigger language plpgsql as $$ begin raise exception 'no room' using errcode = 'disk_full'; end $$;
+-- Whatever it fails with, also what says nothing of a policy; but not when it says the same of all.
+create function pg_temp.fail() returns trigger language plpgsql as $$ begin raise exception 'no room' using errcode = tg_argv[0]; end $$;
+create function pg_temp.failing(p_sqlstate text, p_policies text[])
+returns text
+language plpgsql
+as $$
+declare
+  v_rows text;
+begin
+  execute format('create trigger weather before insert on dispatch_tick_samples for each row when (new.policy_name = any (%L::text[])) execute function pg_temp.fail(%L)',
+    p_policies, p_sqlstate);
+  perform pg_temp.stage(name, 'x') from unnest(array['a', 'b', 'c']) as name;
+  begin
+    select string_agg(format('%s: %s %s', policy_name, jobs_admitted, denied_reasons), ', ' order by policy_name)
+    into v_rows
+    from dispatch_tick();
+  exception
+    when others or query_canceled or assert_failure then
+      v_rows := format('%s, %s staged', sqlstate, (select count(*) from dispatch_staged_jobs));
+  end;
+  drop trigger weather on dispatch_tick_samples;
+  perform dispatch_tick();
+  return v_rows || case when exists (select from dispatch_staged_jobs) then ', and some wait for ever' else '' end;
+end;
+$$;
+select is(pg_temp.failing(failure, '{b}'), 'a: 1 {}, b: 0 {"tick_error": 1}, c: 1 {}', 'a policy that fails with ' || failure || ' stops no other')
+from unnest(array['42501', 'P0004', 'XX000', '53100', '25006', 'P0001', '23514']) as failure;
+select is(pg_temp.failing(failure, '{a,b}'), 'a: 0 {"tick_error": 1}, b: 0 {"tick_error": 1}, c: 1 {}', 'nor do several that fail with ' || failure)
+from unnest(array['42501', 'XX000']) as failure;
+select is(pg_temp.failing(failure, '{a,b,c}'), failure || ', 3 staged', 'when all fail with ' || failure || ', that is raised, and nothing is done')
+from unnest(array['42501', 'XX000', '53100', '25006']) as failure;
+select is(
+  pg_temp.failing(failure, '{a,b,c}'), 'a: 0 {"tick_error": 1}, b: 0 {"tick_error": 1}, c: 0 {"tick_error": 1}',
+  'when all fail with ' || failure || ', which says that it is of them, each says so')
+from unnest(array['P0004', 'P0001', '23514']) as failure;
+select is(pg_temp.failing('57014', '{b}'), '57014, 3 staged', 'a tick that is cancelled ends, whichever policy it is at');
+
 do $$
 begin
-  create trigger weather before insert on procrastinate_jobs for each row when (new.task_name = 'b') execute function pg_temp.fail();
+  create trigger weather before insert on procrastinate_jobs for each row when (new.task_name = 'b') execute function pg_temp.fail('53100');
   perform pg_temp.stage(name, 'x') from unnest(array['a', 'b', 'c']) as name;
 end;
 $$;
-select throws_ok('select dispatch_tick()', '53100', null, 'a fault of the server''s is no policy''s: the whole tick fails');
-select is((select count(*) from dispatch_staged_jobs), 3::bigint, 'and has done nothing');
+select results_eq(
+  $$ select policy_name, jobs_admitted, handoff_failures, denied_reasons from dispatch_tick() $$,
+  $$ values ('a', 1, 0, '{}'::jsonb), ('b', 0, 0, '{"tick_error": 1}'), ('c', 1, 0, '{}') $$,
+  'a hand-off that fails for what is nobody''s fault fails its policy''s tick');
+select is((select array_agg(policy_name) from dispatch_staged_jobs), '{b}', 'and its job stays staged');
+select throws_ok($$ select dispatch_tick('b') $$, '53100', 'no room', 'ticked alone, that policy raises it');
 do $$
 begin
   drop trigger weather on procrastinate_jobs;

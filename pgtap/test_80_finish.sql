@@ -1,6 +1,6 @@
 -- Ends that come by hand: finishing for other workers, cancelling, and where a job is at any time.
 begin;
-select plan(81);
+select plan(146);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 
@@ -33,7 +33,7 @@ returns bigint
 language sql
 return coalesce(
   (select max(id) from dispatch_staged_jobs where task_name = p_name),
-  (select staged_id from dispatch_admissions where job_id = pg_temp.job_id(p_name)),
+  (select job_id from dispatch_admissions where job_id = pg_temp.job_id(p_name)),
   (select max(id) from dispatch_dead_jobs where task_name = p_name));
 
 create function pg_temp.start(p_name text)
@@ -288,6 +288,189 @@ select results_eq(
 select ok(dispatch_cancel_job(pg_temp.job_id('foreign'), false, false), 'which can be cancelled like any other');
 select throws_ok('select dispatch_job(-1)', 'PD006', null, 'an unknown job is an error');
 select is(dispatch_job_status(-1), null, 'and has no status');
+
+-- Ended before it ran, a job looks in procrastinate's tables as if procrastinate had had it all along: each is compared with one
+-- that procrastinate was given without us, and to which the same was done.
+create function pg_temp.into(p_name text, p_state text)
+returns bigint
+language plpgsql
+as $$
+declare
+  v_id bigint := pg_temp.job_id(p_name);
+begin
+  if p_state not in ('staged', 'queued', 'cancelled') then
+    perform pg_temp.start(p_name);
+  end if;
+  if p_state = 'parked' then
+    perform procrastinate_retry_job_v2(v_id, dispatch_now() + interval '1 hour', 5, 'elsewhere', null);
+  elsif p_state = 'cancelled' then
+    perform procrastinate_cancel_job_v1(v_id, false, false);
+  elsif p_state in ('succeeded', 'failed', 'aborted') then
+    perform procrastinate_finish_job_v1(v_id, p_state::procrastinate_job_status, false);
+  end if;
+  return v_id;
+end;
+$$;
+create function pg_temp.trace(p_id bigint)
+returns text
+language sql
+begin atomic
+  select coalesce(
+    (
+      select format('%s in %s, attempts %s, abort %s, priority %s, lock %s, queueing lock %s, at %s, args %s: ', status, queue_name, attempts, abort_requested, priority,
+        lock, split_part(queueing_lock, ' ', 1), scheduled_at, args)
+      from procrastinate_jobs where id = p_id
+    ) || array(select type::text from procrastinate_events where job_id = p_id order by type <> 'scheduled', id)::text,
+    'gone');
+end;
+create function pg_temp.twins(p_state text, p_ours text, p_theirs text, p_scheduled_at timestamptz default null)
+returns text
+language plpgsql
+as $$
+declare
+  v_ours bigint;
+  v_theirs bigint;
+  v_said text;
+  v_they_said text;
+begin
+  v_ours := dispatch_stage('twins', 'ours', '{"x": 1}', p_priority => 3, p_lock => 'L', p_queueing_lock => 'Q ours', p_scheduled_at => p_scheduled_at);
+  if p_state <> 'staged' then
+    perform dispatch_tick('twins');
+    perform pg_temp.into('ours', p_state);
+  end if;
+  begin
+    execute format('select %s', format(p_ours, v_ours)) into v_said;
+  exception
+    when raise_exception then v_said := 'refused';
+  end;
+  -- One lock: one after the other.
+  create temporary table ours as select pg_temp.trace(v_ours) as trace;
+  delete from procrastinate_jobs where id = v_ours;
+  perform procrastinate_defer_jobs_v1(array[row('q', 'theirs', 3, 'L', 'Q theirs', '{"x": 1}', p_scheduled_at)::procrastinate_job_to_defer_v1]);
+  v_theirs := pg_temp.into('theirs', p_state);
+  begin
+    execute format('select %s', format(p_theirs, v_theirs)) into v_they_said;
+  exception
+    when raise_exception then v_they_said := 'refused';
+  end;
+  v_said := case
+    when (v_said, (select trace from ours)) is distinct from (v_they_said, pg_temp.trace(v_theirs)) then
+      format(e'%s, %s\nand not %s, %s', v_said, (select trace from ours), v_they_said, pg_temp.trace(v_theirs))
+  end;
+  drop table ours;
+  delete from procrastinate_jobs where id = v_theirs;
+  delete from dispatch_staged_jobs where policy_name = 'twins';
+  return v_said;
+end;
+$$;
+do $$ begin perform dispatch_define_policy('twins', '{"queue": "q"}'); end; $$;
+select is(
+  pg_temp.twins(state, format('dispatch_cancel_job(%%s, %L, %L)', abort, deleted), format('procrastinate_cancel_job_v1(%%s, %L, %L) is not null', abort, deleted)),
+  null, format('dispatch_cancel_job does with a %s job what procrastinate does%s%s', state, case when abort then ', aborting' else '' end, case when deleted then ', deleting' else '' end))
+from unnest(array['staged', 'parked', 'queued', 'running', 'succeeded', 'failed', 'cancelled', 'aborted']) as state
+cross join unnest(array[false, true]) as abort
+cross join unnest(array[false, true]) as deleted;
+select is(
+  pg_temp.twins('staged', format('dispatch_cancel_job(%%s, %L, false)', abort), format('procrastinate_cancel_job_v1(%%s, %L, false) is not null', abort), '2030-01-01 00:00:00+00'),
+  null, 'also with one that is scheduled for later' || case when abort then ', aborting' else '' end)
+from unnest(array[false, true]) as abort;
+select is(
+  pg_temp.twins('staged', format('dispatch_end_staged(%%s, %L, false)', word), format('procrastinate_finish_job_v1(%%s, %L, false) is not null', word)),
+  null, format('dispatch_end_staged leaves a job that ends as %s as procrastinate does', word))
+from unnest(array['succeeded', 'failed']) as word;
+select is(
+  pg_temp.twins('staged', 'dispatch_end_staged(%s, ''failed'', true)', 'procrastinate_finish_job_v1(%s, ''failed'', true) is not null'), null, 'or leaves nothing of it');
+select is(
+  pg_temp.twins(state, 'dispatch_cancel(%s)', 'procrastinate_cancel_job_v1(%s, false, false) is not null'), null, format('dispatch_cancel does with a %s job what procrastinate does', state))
+from unnest(array['staged', 'parked']) as state;
+select is(
+  pg_temp.twins(state, 'dispatch_retry_job(%s, ''2026-02-01 00:00:00+00'', 7, ''other'', ''M'')', 'procrastinate_retry_job_v2(%s, ''2026-02-01 00:00:00+00'', 7, ''other'', ''M'')'),
+  null, format('dispatch_retry_job refuses a %s job as procrastinate does', state))
+from unnest(array['queued', 'succeeded', 'cancelled', 'aborted']) as state;
+select ok(not dispatch_end_staged(-1, 'failed', false), 'dispatch_end_staged ends no job that does not exist');
+
+-- What is known of jobs in each state.
+create function pg_temp.known(p_state text)
+returns text
+language plpgsql
+as $$
+declare
+  v_id constant bigint := dispatch_stage('twins', 'ours', '{"x": 1}');
+  v_state dispatch_job_state;
+begin
+  if p_state not like 'staged%' then
+    perform dispatch_tick('twins');
+    perform pg_temp.into('ours', replace(p_state, ', deleted', ''));
+  end if;
+  if p_state like 'staged, %' then
+    perform dispatch_end_staged(v_id, split_part(p_state, ', ', 2), false);
+  elsif p_state like '%, deleted' then
+    delete from procrastinate_jobs where id = v_id;
+  end if;
+  v_state := dispatch_job(v_id);
+  return format('%s %s %s, row %s, admitted %s, ended %s', v_state.id = v_id, v_state.state, dispatch_job_status(v_id), v_state.job_id is not null,
+    v_state.admitted_at is not null, v_state.finished_at is not null);
+end;
+$$;
+select is(pg_temp.known(state), 't ' || known, 'what is known of a job that is ' || state)
+from (values
+  ('staged', 'staged todo, row f, admitted f, ended f'),
+  ('parked', 'staged todo, row t, admitted f, ended f'),
+  ('queued', 'queued todo, row t, admitted t, ended f'),
+  ('running', 'running doing, row t, admitted t, ended f'),
+  ('succeeded', 'finished succeeded, row t, admitted t, ended t'),
+  ('failed', 'finished failed, row t, admitted t, ended t'),
+  ('cancelled', 'cancelled cancelled, row t, admitted t, ended t'),
+  ('aborted', 'finished aborted, row t, admitted t, ended t'),
+  ('succeeded, deleted', 'finished succeeded, row f, admitted t, ended f'),
+  ('staged, cancelled', 'cancelled cancelled, row t, admitted f, ended t'),
+  ('staged, failed', 'finished failed, row t, admitted f, ended t'),
+  ('staged, succeeded', 'finished succeeded, row t, admitted f, ended t')
+) as states (state, known);
+do $$
+begin
+  perform dispatch_stage('twins', 'once cancelled');
+  perform dispatch_cancel(id) from dispatch_staged_jobs where task_name = 'once cancelled';
+  delete from procrastinate_jobs where task_name = 'once cancelled';
+end;
+$$;
+select is((select array_agg(distinct dispatch_job_status(job_id) || (dispatch_job(job_id)).state) from dispatch_admissions where ending = 'cancelled' and not exists (select from procrastinate_jobs where id = job_id)),
+  '{cancelledcancelled}', 'a job that was cancelled counts as cancelled, also when procrastinate has deleted its row');
+
+-- A retry by hand of a retry that was ended while it waited.
+create function pg_temp.revived(p_how text)
+returns text
+language plpgsql
+as $$
+declare
+  v_id bigint := dispatch_stage('revived', p_how, '{}', p_priority => 3, p_lock => 'RL', p_queueing_lock => 'RQ ' || p_how);
+begin
+  perform dispatch_tick('revived');
+  perform pg_temp.start(p_how);
+  perform procrastinate_retry_job_v2(v_id, dispatch_now(), null, null, null);
+  if p_how = 'cancelled' then
+    perform procrastinate_cancel_job_v1(v_id, false, false);
+  elsif p_how = 'ended' then
+    perform procrastinate_finish_job_v1(v_id, 'failed', false);
+  else
+    perform pg_temp.start(p_how);
+    perform procrastinate_finish_job_v1(v_id, 'failed', false);
+  end if;
+  update procrastinate_jobs set status = 'todo' where id = v_id;
+  return (select format('priority %s, lock %s, queueing lock %s, eligible %s', priority, lock, queueing_lock, eligible_at <= dispatch_now()) from dispatch_staged_jobs where id = v_id);
+end;
+$$;
+do $$ begin perform dispatch_define_policy('revived', '{}'); end; $$;
+select is(pg_temp.revived(how), format('priority 3, lock RL, queueing lock RQ %s, eligible t', how), format('a retry that was %s while it waited, and is retried by hand, is what it was', how))
+from unnest(array['cancelled', 'ended', 'run by hand']) as how;
+
+-- A job that procrastinate's table would refuse can be cancelled all the same.
+create temporary table refused as select dispatch_stage('revived', 'dead', p_queueing_lock => 'dead') as id;
+select ok(dispatch_cancel(id), 'a staged job that procrastinate''s table would refuse is cancelled') from refused;
+select is_empty('select from procrastinate_jobs where id in (select id from refused)', 'without a row there');
+select is((dispatch_job(id)).state, 'cancelled', 'its state says so') from refused;
+select is(dispatch_job_status(id), 'cancelled', 'in procrastinate''s word too') from refused;
+select ok(not dispatch_cancel_job(id, false, false), 'and it is not cancelled twice') from refused;
 
 -- Periodic jobs.
 do $$

@@ -1,6 +1,6 @@
 -- The sweep: slots and counters set right, lost workers, orphans, and what is forgotten.
 begin;
-select plan(69);
+select plan(83);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 
@@ -180,6 +180,48 @@ end;
 $$;
 select ok(not pg_temp.has_slot('orphan'), 'then its slot is free');
 
+-- A worker whose row is gone where no foreign key tells the job.
+do $$
+begin
+  perform pg_temp.at(250000);
+  alter table procrastinate_jobs drop constraint procrastinate_jobs_worker_id_fkey;
+  perform pg_temp.define('unkeyed');
+  perform pg_temp.stage('unkeyed', 'u' || i) from generate_series(1, 3) as i;
+  perform dispatch_tick('unkeyed');
+  perform pg_temp.start('u1', 987654321);
+  perform pg_temp.start('u2', pg_temp.worker(pg_temp.clock(251000)));
+  perform dispatch_sweep();
+end;
+$$;
+select is((select orphaned_at from dispatch_inflight_jobs where job_id = (pg_temp.job('u1')).id), pg_temp.clock(250000), 'a job whose worker has no row is noted, though it names one');
+select is((select orphaned_at from dispatch_inflight_jobs where job_id = (pg_temp.job('u2')).id), null, 'one whose worker has a row is not');
+do $$ begin perform pg_temp.at(250300); end; $$;
+select is(pg_temp.swept('slots of lost workers'), 0::bigint, 'it keeps its slot for inflight_stale_after');
+select results_eq(
+  $$ select job_id, worker_id, last_sign_at from dispatch_stalled_jobs where policy_name = 'unkeyed' $$, $$ select 0::bigint, 0::bigint, now() where false $$, 'till then it does not count as stalled');
+do $$ begin perform pg_temp.at(250300.001); end; $$;
+select results_eq(
+  $$ select job_id, worker_id, last_sign_at from dispatch_stalled_jobs where policy_name = 'unkeyed' $$,
+  $$ select id, 987654321::bigint, pg_temp.clock(250000) from pg_temp.job('u1') $$, 'then it does, since it was noted');
+select is(pg_temp.swept('slots of lost workers'), 1::bigint, 'and gives its slot back');
+select is(array[pg_temp.has_slot('u1'), pg_temp.has_slot('u2')], '{f,t}', 'it alone');
+select is((select jobs_admitted from dispatch_tick('unkeyed')), 1, 'so that the next job goes');
+do $$
+begin
+  delete from procrastinate_workers where id = (pg_temp.job('u2')).worker_id;
+  perform pg_temp.at(251000);
+  perform dispatch_sweep();
+end;
+$$;
+select is((select orphaned_at from dispatch_inflight_jobs where job_id = (pg_temp.job('u2')).id), pg_temp.clock(251000), 'one whose worker''s row is deleted is noted as well');
+do $$
+begin
+  delete from procrastinate_jobs where task_name in ('u1', 'u2', 'u3');
+  update procrastinate_jobs as job set worker_id = null where not exists (select from procrastinate_workers as worker where worker.id = job.worker_id);
+  alter table procrastinate_jobs add constraint procrastinate_jobs_worker_id_fkey foreign key (worker_id) references procrastinate_workers (id) on delete set null;
+end;
+$$;
+
 -- stalled: retry.
 do $$
 begin
@@ -192,7 +234,7 @@ begin
 end;
 $$;
 select is(pg_temp.swept('slots of lost workers'), 1::bigint, 'where the policy says so, a lost worker''s job is retried');
-select is((select array[job_id, attempts] from dispatch_staged_jobs where policy_name = 'again'), (select array[id, 1] from pg_temp.job('a1')), 'it waits in the policy again');
+select is((select array[id, attempts] from dispatch_staged_jobs where policy_name = 'again' and parked), (select array[id, 1] from pg_temp.job('a1')), 'it waits in the policy again');
 select ok(not pg_temp.has_slot('a1'), 'without a slot');
 select is(pg_temp.swept('slots of lost workers'), 0::bigint, 'and is retried once');
 do $$
@@ -474,6 +516,8 @@ begin
   perform procrastinate_cancel_job_v1((pg_temp.job('y5')).id, false, false);
   perform pg_temp.stage('history', 'y7');
   perform dispatch_cancel(id) from dispatch_staged_jobs where task_name = 'y7';
+  -- procrastinate's clock is the wall's.
+  update procrastinate_events set at = dispatch_now() where job_id in ((pg_temp.job('y3')).id, (pg_temp.job('y5')).id);
   perform dispatch_set('admission_retention', 604800);
   perform pg_temp.at(10000000 + 604800);
   perform dispatch_sweep();
@@ -489,7 +533,50 @@ $$;
 select is(
   (select array_agg(job.task_name::text order by job.task_name) from dispatch_admissions as a join procrastinate_jobs as job on job.id = a.job_id where a.policy_name = 'history'),
   '{y1,y2,y4,y6}', 'then those go whose job has ended; a job that is queued, runs or is parked keeps its own');
-select is((select count(*) from dispatch_admissions where policy_name = 'history' and job_id is null), 0::bigint, 'cancelled ones go as well');
+select is((select count(*) from dispatch_admissions where policy_name = 'history' and ending is not null), 0::bigint, 'cancelled ones go as well');
+
+-- Retention counts from the end.
+do $$
+begin
+  perform pg_temp.at(12000000);
+  perform pg_temp.define('long', '{"gates": [{"type": "concurrency", "max": 1}]}');
+  perform pg_temp.stage('long', 'marathon');
+  perform dispatch_tick('long');
+  perform pg_temp.start('marathon', pg_temp.worker('2100-01-01 00:00:00+00'));
+  perform pg_temp.at(12000000 + 604800 * 2);
+  perform procrastinate_finish_job_v1((pg_temp.job('marathon')).id, 'failed', false);
+  update procrastinate_events set at = dispatch_now() where job_id = (pg_temp.job('marathon')).id and type = 'failed';
+  perform pg_temp.at(12000000 + 604800 * 2 + 30);
+  perform dispatch_sweep();
+end;
+$$;
+select is((select count(*) from dispatch_admissions where policy_name = 'long'), 1::bigint, 'a job that ran longer than admission_retention is known for that long after its end');
+do $$ begin perform procrastinate_retry_job_v2((pg_temp.job('marathon')).id, null, null, null, null); end; $$;
+select is((select array_agg(task_name) from dispatch_staged_jobs where policy_name = 'long' and parked), '{marathon}', 'so that a retry by hand goes back to its policy');
+do $$
+begin
+  perform dispatch_tick('long');
+  perform pg_temp.start('marathon', pg_temp.worker('2100-01-01 00:00:00+00'));
+  perform procrastinate_finish_job_v1((pg_temp.job('marathon')).id, 'failed', false);
+  update procrastinate_events set at = dispatch_now() where job_id = (pg_temp.job('marathon')).id and type = 'failed' and at > dispatch_now();
+  perform pg_temp.at(12000000 + 604800 * 3 + 30);
+  perform dispatch_sweep();
+end;
+$$;
+select is((select count(*) from dispatch_admissions where policy_name = 'long'), 1::bigint, 'of several ends the last one counts');
+do $$ begin perform pg_temp.at(12000000 + 604800 * 3 + 30.5); perform dispatch_sweep(); end; $$;
+select is((select count(*) from dispatch_admissions where policy_name = 'long'), 0::bigint, 'and in the end it is forgotten');
+do $$
+begin
+  perform pg_temp.stage('long', 'vanished');
+  perform dispatch_tick('long');
+  perform pg_temp.start('vanished', pg_temp.worker('2100-01-01 00:00:00+00'));
+  delete from procrastinate_jobs where task_name = 'vanished';
+  perform set_config('dispatch.fake_now', (dispatch_now() + interval '604801 s')::text, true);
+  perform dispatch_sweep();
+end;
+$$;
+select is((select count(*) from dispatch_admissions where policy_name = 'long'), 0::bigint, 'of a job whose row is deleted nobody knows the end: it is forgotten by its admission');
 
 -- Orphans.
 do $$

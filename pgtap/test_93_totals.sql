@@ -44,7 +44,7 @@ $$;
 
 select results_eq(
   'select counter, count(*), sum(value) from dispatch_totals group by counter order by counter',
-  $$ values ('handoff_failures', 1::bigint, 0::numeric), ('jobs_admitted', 1, 0), ('partitions_denied', 7, 0), ('tick_seconds', 1, 0),
+  $$ values ('handoff_failures', 1::bigint, 0::numeric), ('jobs_admitted', 1, 0), ('partitions_denied', 8, 0), ('tick_seconds', 1, 0),
     ('tick_seconds_bucket', 12, 0), ('ticks', 1, 0) $$,
   'each counter of a new policy is there and stands at 0');
 

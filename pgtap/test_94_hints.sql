@@ -1,6 +1,6 @@
 -- dispatch_hints: each hint shows when there is reason, once a policy, and goes when there is none any more.
 begin;
-select plan(80);
+select plan(89);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 alter table procrastinate_jobs add constraint no_bad_queue check (queue_name <> 'bad');
@@ -377,6 +377,35 @@ begin
 end;
 $$;
 select matches((pg_temp.hint('nl', 'waits_for_gate')).what_to_do, '^Its max is 0, or its limit function returns null: correct the function', 'a null of a limit function');
+
+-- A full queue.
+do $$
+begin
+  perform pg_temp.define('fq', '[]', '{"max_queued": 2}');
+  perform pg_temp.stage('fq', array['a', 'a', 'a', 'b', 'b']);
+  perform dispatch_tick('fq');
+  perform dispatch_tick('fq');
+  perform pg_temp.later(1799.9);
+  perform dispatch_tick('fq');
+end;
+$$;
+select is(pg_temp.hints('fq')::text like '%waits_for_gate%', false, 'a full queue may hold jobs for hint_wait_after');
+do $$ begin perform pg_temp.later(0.2); end; $$;
+select is(pg_temp.hints('fq')::text like '%warning waits_for_gate%', true, 'waits_for_gate: when it holds them longer');
+select alike((pg_temp.hint('fq', 'waits_for_gate')).message, '2 partitions have had waiting jobs and none admitted for over 30 min: queue_full.%', 'which says that it is the queue');
+select unalike((pg_temp.hint('fq', 'waits_for_gate')).message, '%not for a worker%', 'nor that it is not a matter of workers');
+select ok(not pg_temp.hints('fq')::text like '%nobody_ticks%' and not pg_temp.hints('fq')::text like '%unchecked%', 'and not that nobody ticks, though the partitions are due');
+select is(
+  dispatch_say_remedy('queue_full', 'fq', 'a'),
+  'As many of its jobs as max_queued allows wait for a worker: start more workers, or raise max_queued (select dispatch_define_policy(''fq'', ...), '
+    || 'or the application''s declaration and pydispatch sync). A few jobs past the gates: select dispatch_force_admit(''fq'', ''a'', 10); or: pydispatch force-admit --limit 10 fq a.',
+  'the remedy names the bound');
+select alike(dispatch_say_remedy('queue_full', 'fq', null), 'As many of its jobs as max_queued allows%pydispatch sync).', 'for a policy as well');
+do $$ begin perform dispatch_pause('fq', 'b'); perform dispatch_tick('fq'); end; $$;
+select alike((pg_temp.hint('fq', 'waits_for_gate')).message, '1 partition has%queue_full.%', 'a paused partition is not said to wait for the queue');
+do $$ begin perform dispatch_resume('fq', 'b'); perform pg_temp.start('fq'); perform dispatch_tick('fq'); end; $$;
+select is(pg_temp.hints('fq')::text like '%waits_for_gate%', false, 'it goes when workers have made room');
+do $$ begin perform dispatch_drop_policy('fq', true); delete from dispatch_dead_jobs where policy_name = 'fq'; end; $$;
 
 -- A backlog that takes long.
 do $$

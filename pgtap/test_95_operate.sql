@@ -1,6 +1,6 @@
 -- The operator's hand: pause, force-admit and drain, and what to do with dead jobs.
 begin;
-select plan(81);
+select plan(99);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 
@@ -344,6 +344,105 @@ end;
 $$;
 select is((select jobs_admitted from dispatch_tick('dead')), 1, 'or requeued when the policy is back');
 select is((select array[pending_count, in_flight_count] from dispatch_partitions where policy_name = 'dead'), '{0,1}', 'in a new partition');
+
+-- Dead retries, whose rows are parked.
+create function pg_temp.bury_retry(p_name text, p_retry_at timestamptz default null)
+returns bigint
+language plpgsql
+as $$
+declare
+  v_id constant bigint := dispatch_stage('parked', p_name, '{}', p_priority => 3, p_lock => 'L', p_queueing_lock => 'Q ' || p_name);
+begin
+  perform dispatch_tick('parked');
+  update procrastinate_jobs set status = 'doing' where id = v_id;
+  perform procrastinate_retry_job_v2(v_id, p_retry_at, null, null, null);
+  perform dispatch_bury(array[v_id], '{no}', dispatch_now());
+  return v_id;
+end;
+$$;
+create temporary table buried (name text, id bigint);
+do $$
+begin
+  perform pg_temp.at(5000);
+  delete from procrastinate_jobs;
+  perform dispatch_define_policy('parked', '{}');
+end;
+$$;
+insert into buried select name, pg_temp.bury_retry(name) from unnest(array['moved', 'cancelled', 'deleted', 'discarded', 'retried', 'requeued']) as name;
+create function pg_temp.buried(p_name text)
+returns bigint
+language sql
+begin atomic
+  select id from buried where name = p_name;
+end;
+select is((select count(*) from dispatch_dead_jobs where policy_name = 'parked' and parked), 6::bigint, 'a dead retry has its row in procrastinate still');
+update procrastinate_jobs set scheduled_at = null where id = pg_temp.buried('moved');
+select is((select scheduled_at from procrastinate_jobs where id = pg_temp.buried('moved')), dispatch_parked_until(), 'whoever gives that row a schedule does not make a worker run it: it stays parked');
+select is((select task_name from procrastinate_fetch_job_v2(null, null)), null, 'and no worker gets a job of the policy past it');
+do $$ begin perform dispatch_cancel_job(pg_temp.buried('cancelled'), false, false); end; $$;
+select is(
+  (select format('%s %s %s', (dispatch_job(pg_temp.buried('cancelled'))).state, dispatch_job_status(pg_temp.buried('cancelled')), (select count(*) from dispatch_dead_jobs where id = pg_temp.buried('cancelled')))),
+  case (select status::text from procrastinate_jobs where id = pg_temp.buried('cancelled')) when 'cancelled' then 'cancelled cancelled 0' else 'dead failed 1' end,
+  'whether a dead retry can be cancelled or not, it is not both cancelled and dead');
+delete from procrastinate_jobs where id = pg_temp.buried('deleted');
+select is((select count(*) from dispatch_dead_jobs where id = pg_temp.buried('deleted')), 0::bigint, 'a dead retry whose row is deleted is gone, for nothing of it can be tried again');
+do $$ begin perform dispatch_discard_dead(pg_temp.buried('discarded')); end; $$;
+select results_eq(
+  $$ select status::text, priority, lock, queueing_lock, scheduled_at from procrastinate_jobs where id = pg_temp.buried('discarded') $$,
+  $$ values ('cancelled', 3, 'L', 'Q discarded', null::timestamptz) $$, 'the row of a dead retry that is discarded is what the job was');
+update procrastinate_jobs set status = 'todo' where id = pg_temp.buried('discarded');
+select results_eq(
+  $$ select priority, lock, queueing_lock, eligible_at from dispatch_staged_jobs where id = pg_temp.buried('discarded') $$,
+  $$ values (3, 'L', 'Q discarded', '-infinity'::timestamptz) $$, 'so that it can be retried by hand');
+do $$ begin perform dispatch_retry_job(pg_temp.buried('retried'), pg_temp.clock(5100), 9, 'elsewhere', 'M'); end; $$;
+select results_eq(
+  $$ select parked, priority, lock, queueing_lock, queue_name, eligible_at, attempts from dispatch_staged_jobs where id = pg_temp.buried('retried') $$,
+  $$ values (true, 9, 'M', 'Q retried', 'elsewhere', pg_temp.clock(5100), 1) $$, 'procrastinate''s retry of a dead job stages it as it says');
+do $$ begin perform dispatch_requeue_dead(pg_temp.buried('requeued')); end; $$;
+select is((select jobs_admitted from dispatch_tick('parked')), 2, 'a requeued one goes');
+do $$ begin perform pg_temp.at(5100); end; $$;
+select is((select jobs_admitted from dispatch_tick('parked')), 1, 'and a retried one when its time has come');
+select results_eq(
+  $$ select priority, lock, scheduled_at from procrastinate_jobs where id = pg_temp.buried('retried') $$, $$ values (9, 'M', pg_temp.clock(5100)) $$, 'as it was retried');
+select throws_like(format('select dispatch_retry_job(%s, null, null, null, null)', pg_temp.buried('retried')), '%invalid status to retry%', 'one that is queued is procrastinate''s to refuse');
+select throws_like('select dispatch_retry_job(-1, null, null, null, null)', '%not found%', 'so is an unknown one');
+
+do $$
+declare
+  v_id constant bigint := dispatch_stage('parked', 'scheduled', '{}', p_scheduled_at => pg_temp.clock(99999));
+begin
+  perform dispatch_bury(array[v_id], '{no}', dispatch_now());
+  perform dispatch_fold('parked', dispatch_now());
+  perform dispatch_retry_job(v_id, null, null, null, null);
+end;
+$$;
+select is((select jobs_admitted from dispatch_tick('parked')), 1, 'a dead job that was scheduled for later goes at once, when it is retried at once');
+
+-- All jobs, as procrastinate would show them.
+do $$
+begin
+  delete from procrastinate_jobs;
+  delete from dispatch_staged_jobs;
+  delete from dispatch_dead_jobs;
+  perform dispatch_define_policy('parked', '{}');
+  perform dispatch_stage('parked', 'queued', p_priority => 1);
+  perform dispatch_tick('parked');
+  perform dispatch_stage('parked', 'staged', '{"x": 1}', p_queue_name => 'q', p_priority => 2, p_lock => 'l', p_queueing_lock => 'ql', p_scheduled_at => pg_temp.clock(6000));
+  perform pg_temp.bury_retry('dead retry', pg_temp.clock(7000));
+  perform dispatch_bury(array[dispatch_stage('parked', 'dead')], '{no}', dispatch_now());
+  insert into procrastinate_jobs (queue_name, task_name, status) values ('default', 'foreign', 'failed');
+end;
+$$;
+select is((select array_agg(task_name order by task_name) from dispatch_jobs), '{dead,dead retry,foreign,queued,staged}', 'dispatch_jobs has every job once');
+select results_eq(
+  $$ select task_name, status::text, queue_name, priority, lock, queueing_lock, args, scheduled_at, attempts, abort_requested, worker_id from dispatch_jobs where task_name in ('staged', 'dead retry') order by 1 $$,
+  $$ values ('dead retry', 'failed', 'default', 3, 'L', 'Q dead retry', '{}'::jsonb, pg_temp.clock(7000), 1, false, null::bigint),
+    ('staged', 'todo', 'q', 2, 'l', 'ql', '{"x": 1}', pg_temp.clock(6000), 0, false, null) $$, 'those that wait and those that are dead as they are, parked or not');
+do $$ begin perform dispatch_requeue_dead(id) from dispatch_dead_jobs where task_name = 'dead retry'; end; $$;
+select results_eq(
+  $$ select status::text, priority, lock, scheduled_at from dispatch_jobs where task_name = 'dead retry' $$, $$ values ('todo', 3, 'L', pg_temp.clock(7000)) $$, 'a parked one with what it waits with');
+select is(
+  (select array_agg(dispatch_job_status(id) = status::text) from dispatch_jobs), '{t,t,t,t,t}', 'dispatch_job_status says of each what is said there');
 
 select * from finish();
 rollback;

@@ -1,6 +1,6 @@
 -- Why a job does not run. That it agrees with the tick is tried in tests/properties/test_explain.py.
 begin;
-select plan(59);
+select plan(95);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 set local timezone = 'UTC';
@@ -108,7 +108,7 @@ select is(
   'a cap shows what is in flight, and how much may be');
 select is((pg_temp.row(pg_temp.id('cap3'))).estimated_at, null, 'of a partition that is new nobody knows how fast it goes');
 select matches((pg_temp.row(pg_temp.id('cap3'))).message, 'No estimate: how soon', 'and the message says so');
-do $$ begin perform dispatch_finish(job_id, true) from dispatch_inflight_jobs where staged_id = pg_temp.id('cap1'); end; $$;
+do $$ begin perform dispatch_finish(job_id, true) from dispatch_inflight_jobs where job_id = pg_temp.id('cap1'); end; $$;
 select is((pg_temp.row(pg_temp.id('cap3'))).blocks, false, 'a finish counts before a tick has folded it');
 select is((pg_temp.row(pg_temp.id('cap4'))).reason, 'behind_others', 'it makes room for one');
 
@@ -200,7 +200,7 @@ begin
   perform dispatch_tick('again');
   perform procrastinate_fetch_job_v2(null, null);
   insert into ids select 'newer', dispatch_stage('again', 't', '{"k": "a"}', p_queueing_lock => 'again');
-  perform procrastinate_retry_job_v2(job_id, null, null, null, null) from dispatch_inflight_jobs where staged_id = pg_temp.id('retry');
+  perform procrastinate_retry_job_v2(job_id, null, null, null, null) from dispatch_inflight_jobs where job_id = pg_temp.id('retry');
 end;
 $$;
 select is((pg_temp.row(pg_temp.id('newer'))).blocks, false, 'of a retry and a new job with one queueing lock, the new one goes');
@@ -232,6 +232,131 @@ select is((pg_temp.row(pg_temp.id('budget1'))).blocks, false, 'the budget is sha
 select is((pg_temp.row(pg_temp.id('budget2'))).reason, 'budget_exhausted', 'and its second job waits');
 select is(
   (pg_temp.row(pg_temp.id('budget2'), 'budget')).numbers, '{"tick_admission_budget": 2, "allowed": 1}', 'the budget''s row has its numbers');
+
+-- The queue.
+create function pg_temp.work(p_policy text, p_jobs integer)
+returns void
+language sql
+begin atomic
+  update procrastinate_jobs set status = 'doing'
+  where id in (
+    select job.id from procrastinate_jobs as job join dispatch_inflight_jobs as slot on slot.job_id = job.id
+    where slot.policy_name = p_policy and job.status = 'todo' order by job.id limit p_jobs);
+end;
+-- Which jobs go, as their first rows say, and as the next tick does.
+create function pg_temp.agrees(p_policy text)
+returns text
+language plpgsql
+as $$
+declare
+  v_said constant text[] := array(
+    with waiting as materialized (select name, id from ids join dispatch_staged_jobs using (id) where policy_name = p_policy)
+    select name from waiting where not (select blocks from dispatch_explain(id) limit 1) order by id);
+  v_done text[];
+  v_before constant bigint[] := array(select job_id from dispatch_inflight_jobs);
+begin
+  begin
+    perform dispatch_tick(p_policy);
+    v_done := array(select name from ids join dispatch_inflight_jobs on job_id = id where policy_name = p_policy and id <> all (v_before) order by id);
+    raise exception using errcode = 'UNDO1', message = 'only tried';
+  exception
+    when sqlstate 'UNDO1' then null;
+  end;
+  return case when v_said = v_done then cardinality(v_done) || ' go' else format('said %s, done %s', v_said, v_done) end;
+end;
+$$;
+do $$
+begin
+  perform pg_temp.define('queue', '[]', '{"max_queued": 10}');
+  perform pg_temp.stage('queue', 'queue' || n) from generate_series(1, 4) as n;
+  perform dispatch_tick('queue');
+  perform pg_temp.stage('queue', 'queue' || n) from generate_series(5, 9) as n;
+end;
+$$;
+select is((pg_temp.row(pg_temp.id('queue5'), 'queue')).item, null, 'a queue that is less than half full has no row');
+select is(pg_temp.agrees('queue'), '5 go', 'and holds nobody');
+do $$ begin perform dispatch_tick('queue'); perform pg_temp.stage('queue', 'queue' || n) from generate_series(10, 12) as n; end; $$;
+select is(
+  (pg_temp.row(pg_temp.id('queue10'), 'queue')).numbers, '{"max_queued": 10, "queued": 9, "allowed": 1}', 'one that is more than half full has one, with its numbers');
+select is((pg_temp.row(pg_temp.id('queue10'), 'queue')).message, '9 jobs of the policy wait for a worker, of at most 10; 1 of the next tick are for this partition.', 'in words');
+select results_eq(
+  $$select blocks, reason from dispatch_explain(pg_temp.id('queue10')) where item in ('job', 'queue')$$, $$values (false, null), (false, null)$$, 'a job for which there is room is not held');
+select results_eq(
+  $$select blocks, reason from dispatch_explain(pg_temp.id('queue11')) where item in ('job', 'queue')$$, $$values (true, 'queue_full'), (true, 'queue_full')$$, 'one for which there is none is');
+select is(pg_temp.agrees('queue'), '1 go', 'and the tick does so');
+do $$ begin perform dispatch_tick('queue'); end; $$;
+select results_eq(
+  $$select item, blocks, reason, numbers - 'state' from dispatch_explain(pg_temp.id('queue11')) where item = 'queue'$$,
+  $$values ('queue', true, 'queue_full', '{"max_queued": 10, "queued": 10, "allowed": 0}'::jsonb)$$, 'when it is full it lets none pass');
+select is((pg_temp.row(pg_temp.id('queue11'), 'queue')).message, '10 jobs of the policy wait for a worker, of at most 10.', 'and says so');
+select is((pg_temp.row(pg_temp.id('queue11'))).reason, 'queue_full', 'the first row says the same');
+select matches((pg_temp.row(pg_temp.id('queue11'))).message,
+  '^10 jobs of the policy wait for a worker, of at most 10[.] Place 1 of its partition[.] No estimate: it depends on how soon workers take what is queued[.]$', 'and that nobody knows when');
+select is((pg_temp.row(pg_temp.id('queue11'))).estimated_at, null, 'so there is no estimate');
+do $$ begin perform dispatch_tick('queue'); end; $$;
+select is((pg_temp.row(pg_temp.id('queue11'))).reason, 'queue_full', 'also once a tick has written it down');
+select is(pg_temp.agrees('queue'), '0 go', 'and the tick admits none');
+do $$ begin perform pg_temp.work('queue', 1); end; $$;
+select is((pg_temp.row(pg_temp.id('queue11'))).blocks, false, 'when one has started, the next may go');
+select is((pg_temp.row(pg_temp.id('queue12'))).reason, 'queue_full', 'and the one after it waits');
+select is(pg_temp.agrees('queue'), '1 go', 'as the tick does');
+select is((pg_temp.row(pg_temp.id('queue1'))).numbers ->> 'state', 'running', 'of one that runs it is told that it runs');
+
+do $$ begin perform pg_temp.work('queue', 9); end; $$;
+select is(pg_temp.agrees('queue'), '2 go', 'when all of them run, the queue holds nobody');
+do $$
+begin
+  perform dispatch_finish(job_id, true) from dispatch_inflight_jobs where policy_name = 'queue' and job_id in (select id from ids where name ~ '^queue[1-5]$');
+  perform pg_temp.stage('queue', 'queue' || n) from generate_series(13, 24) as n;
+end;
+$$;
+select unalike((pg_temp.row(pg_temp.id('queue24'))).message, '5 jobs of the policy wait for a worker%', 'jobs that run are not said to wait for a worker');
+
+do $$
+begin
+  perform pg_temp.define('both', '[]', '{"max_queued": 10, "tick_admission_budget": 3}');
+  perform pg_temp.stage('both', 'both' || n) from generate_series(1, 30) as n;
+end;
+$$;
+select is((pg_temp.row(pg_temp.id('both4'))).reason, 'budget_exhausted', 'where the budget is less than the room, it holds');
+select is((pg_temp.row(pg_temp.id('both4'), 'queue')).item, null, 'and the queue has no row');
+select is(pg_temp.agrees('both'), '3 go', 'as the tick does');
+do $$ begin perform dispatch_tick('both'); perform dispatch_tick('both'); perform dispatch_tick('both'); end; $$;
+select is((select count(*) from dispatch_inflight_jobs where policy_name = 'both'), 9::bigint, 'three ticks later');
+select is((pg_temp.row(pg_temp.id('both11'))).reason, 'queue_full', 'where the room is less than the budget, it holds');
+select is((pg_temp.row(pg_temp.id('both11'), 'budget')).item, null, 'and the budget has no row');
+select is(pg_temp.agrees('both'), '1 go', 'as the tick does');
+
+-- More than there is room for at once.
+do $$
+begin
+  perform pg_temp.define('crowd', '[]', '{"max_queued": 10}');
+  perform pg_temp.stage('crowd', 'crowd' || k || n, jsonb_build_object('k', k)) from generate_series(1, 8) as n cross join unnest(array['a', 'b', 'c']) as k;
+end;
+$$;
+select is((pg_temp.row(pg_temp.id('crowda8'))).reason, 'queue_full', 'an empty queue holds those for whom it is too small');
+select is((pg_temp.row(pg_temp.id('crowda8'), 'queue')).numbers ->> 'max_queued', '10', 'and has a row for them');
+select is((pg_temp.row(pg_temp.id('crowda1'), 'queue')).item, null, 'but none for those whom it holds not');
+select is(pg_temp.agrees('crowd'), '10 go', 'which of them go is told beforehand');
+do $$ begin perform dispatch_tick('crowd'); perform pg_temp.work('crowd', 4); end; $$;
+select is(pg_temp.agrees('crowd'), '4 go', 'so it is when there is little room');
+do $$
+begin
+  perform pg_temp.define('heavy', '[]', '{"max_queued": 9, "fairness": {"weight": {"ctx": "w"}}}');
+  perform pg_temp.stage('heavy', 'heavy' || k || n, jsonb_build_object('k', k, 'w', case k when 'a' then 2 else 1 end)) from generate_series(1, 9) as n cross join unnest(array['a', 'b']) as k;
+end;
+$$;
+select is(pg_temp.agrees('heavy'), '9 go', 'and where weights count');
+do $$ begin perform dispatch_tick('heavy'); perform pg_temp.work('heavy', 3); end; $$;
+select is(pg_temp.agrees('heavy'), '3 go', 'in what comes later, too');
+do $$
+begin
+  perform dispatch_force_admit('heavy', 'b', 3);
+end;
+$$;
+select is((pg_temp.row(pg_temp.id('heavya9'), 'queue')).numbers ->> 'allowed', '0', 'a queue that is more than full by force lets none pass');
+select is(pg_temp.agrees('heavy'), '0 go', 'as the tick does');
+do $$ begin delete from dispatch_policies where policy_name in ('queue', 'both', 'crowd', 'heavy'); end; $$;
 
 -- A tick takes up few partitions, and looks at none before its time.
 do $$

@@ -1,6 +1,6 @@
 -- Simulations: what they count, from what they start, where they end, what they refuse, and that nothing of them stays.
 begin;
-select plan(72);
+select plan(74);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 
@@ -83,6 +83,16 @@ select results_eq(
     (11, 'a', 0, 0, 1, 0, 2),
     (13, 'a', 0, 0, 1, 0, 0) $$,
   'without a gate all go as they come, and are in flight until they finish');
+select results_eq(
+  $$ select * from pg_temp.series(pg_temp.gates() || '{"max_queued": 1, "admission_batch_size": 5000}', '[{"key": "a", "jobs": 1200}]') $$,
+  $$ values
+    (0::numeric, 'a', 1200, 1200, 0, 0, 1200),
+    (1, 'a', 0, 0, 1200, 0, 0) $$,
+  'jobs that are admitted start at once or after a lag, so nothing is bound by max_queued');
+select results_eq(
+  $$ select sum(admitted), sum((denied ->> 'queue_full')::integer), max(longest_wait)
+     from dispatch_simulate('p', pg_temp.gates() || '{"max_queued": 1}', '[{"key": "a", "jobs": 20}]', p_lag => '5 s') $$,
+  $$ values (20::bigint, null::bigint, '0 s'::interval) $$, 'nor denied for it, however late they start');
 select results_eq(
   $$ select partition_key, longest_wait, mean_wait
      from dispatch_simulate('p', pg_temp.gates(pg_temp.throttle(1, 2)), '[{"key": "a", "jobs": 3}]', p_step => '1 minute') $$,

@@ -250,7 +250,7 @@ def break_policy(conn: psycopg.Connection, name: str) -> None:
         create function fail() returns trigger language plpgsql as $$
         begin raise exception 'out of order'; end
         $$;
-        create trigger fail before insert on dispatch_inflight_jobs for each row
+        create trigger fail before insert on dispatch_tick_samples for each row
         when (new.policy_name = '{name}') execute function fail();
         """
     )
@@ -273,7 +273,7 @@ async def test_a_policy_that_fails_stops_no_other_and_is_tried_again(
     record = next(r for r in caplog.records if r.levelno == logging.ERROR)
     assert "Tick of policy bad failed" in record.getMessage()
     assert (record.action, record.policy) == ("tick_failed", "bad")
-    conn.execute("drop trigger fail on dispatch_inflight_jobs")
+    conn.execute("drop trigger fail on dispatch_tick_samples")
     await until(queued, 4)
 
 

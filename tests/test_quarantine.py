@@ -16,7 +16,11 @@ POISON = {(0, 0), (0, 1), (17, 50), (63, 99), (99, 99)}  # partition, number
 
 
 def stage(conn: psycopg.Connection, poison: set[tuple[int, int]]) -> None:
-    definition = {"partition_by": "k", "gates": [{"type": "throttle", "rate": JOBS, "per": 3600}]}
+    definition = {
+        "partition_by": "k",
+        "gates": [{"type": "throttle", "rate": JOBS, "per": 3600}],
+        "max_queued": None,
+    }
     conn.execute("select dispatch_define_policy('p', %s)", [Jsonb(definition)])
     jobs = [
         {
@@ -89,11 +93,11 @@ def test_a_schema_that_is_not_the_one_that_is_called_sets_no_job_aside(
 ):
     conn.execute("""select dispatch_define_policy('p', '{"gates": []}')""")
     conn.execute("select dispatch_stage('p', 'fine'), dispatch_stage('p', 'fine')")
-    conn.execute("alter function procrastinate_defer_jobs_v1 rename to procrastinate_defer_jobs_v9")
+    conn.execute("alter table procrastinate_jobs rename queueing_lock to another_name")
     with pytest.raises(exceptions.ConnectorException) as raised:
         tick(conn, "p")
-    assert isinstance(raised.value.__cause__, psycopg.errors.UndefinedFunction)
-    conn.execute("alter function procrastinate_defer_jobs_v9 rename to procrastinate_defer_jobs_v1")
+    assert isinstance(raised.value.__cause__, psycopg.errors.UndefinedColumn)
+    conn.execute("alter table procrastinate_jobs rename another_name to queueing_lock")
     assert tick(conn, "p")[0]["jobs_admitted"] == 2
 
 

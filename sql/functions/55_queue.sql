@@ -33,6 +33,20 @@ end;
 $$;
 comment on function dispatch_queue_room(dispatch_policies, timestamptz) is 'How many more jobs of a policy may be queued; null where there is no bound. Less than half full it may say too little. Reads max_queued slots at most, besides those of running jobs, and none where the bound is far from what the table of slots can hold.';
 
+create or replace function dispatch_queue_is_full(p_policy dispatch_policies, p_now timestamptz)
+returns boolean
+language plpgsql
+stable
+set search_path from current
+as $$
+begin
+  return p_policy.max_queued is not null
+    and dispatch_slots_up_to(p_policy.policy_name, 'infinity', p_policy.max_queued) = p_policy.max_queued
+    and dispatch_queue_room(p_policy, p_now) = 0;
+end;
+$$;
+comment on function dispatch_queue_is_full(dispatch_policies, timestamptz) is 'Would a tick of a policy find no room in the queue? Mostly the number of slots tells.';
+
 create or replace function dispatch_slots_up_to(p_policy text, p_until timestamptz, p_limit integer)
 returns integer
 language plpgsql

@@ -130,8 +130,8 @@ returns boolean
 language sql
 immutable
 parallel safe
-return left(p_sqlstate, 2) in ('08', '25', '42', '53', '57', '58', 'F0', 'XX');
-comment on function dispatch_is_nobodys_fault(text) is 'Errors that may say nothing of a job: connection, read-only transaction, rights or a schema of another version, resources, shutdown, system.';
+return left(p_sqlstate, 2) in ('08', '25', '40', '42', '53', '57', '58', 'F0', 'XX');
+comment on function dispatch_is_nobodys_fault(text) is 'Errors that may say nothing of a job: connection, read-only transaction, serialization, rights or a schema of another version, resources, shutdown, system.';
 
 create or replace function dispatch_may_be_its_fault(p_sqlstate text)
 returns boolean
@@ -555,7 +555,7 @@ end;
 $$;
 comment on function dispatch_retries_without_job(integer) is 'Staged retries, locked, whose parked row is gone.';
 
-create or replace function dispatch_ended_admissions(p_before timestamptz, p_limit integer)
+create or replace function dispatch_ended_admissions(p_before timestamptz, p_now timestamptz, p_limit integer)
 returns setof bigint
 language plpgsql
 set search_path from current
@@ -570,12 +570,13 @@ begin
     ) as job on true
     where a.admitted_at < p_before
       and coalesce(job.status not in ('todo', 'doing'), true)
-      and coalesce(dispatch_ended_at(a.job_id) < p_before, true)
+      -- An end that lies in the future is on another clock.
+      and not coalesce(dispatch_ended_at(a.job_id) between p_before and p_now, false)
     limit p_limit
     for update of a skip locked;
 end;
 $$;
-comment on function dispatch_ended_admissions(timestamptz, integer) is 'Admissions of jobs that ended before a time, or were admitted before it and are gone, locked.';
+comment on function dispatch_ended_admissions(timestamptz, timestamptz, integer) is 'Admissions of jobs that ended before a time, or were admitted before it and are gone, locked.';
 
 create or replace function dispatch_retry_stalled(p_job_id bigint)
 returns boolean
@@ -901,7 +902,8 @@ end;
 $$;
 comment on function dispatch_job_facts(bigint) is 'What procrastinate knows of a job: its status, its schedule, its lock, when it last started and when its worker gave its last sign. All null when its row is gone.';
 
--- As if procrastinate had had it all along: with its row, and the events that tell procrastinate's retention how old it is.
+-- As if procrastinate had had it all along: with its row, and the events that tell procrastinate's retention how old it is. Where
+-- its table refuses the job, or the caller may not, the job ends all the same: what is known of it is in dispatch_admissions.
 create or replace function dispatch_write_ended(p_job dispatch_staged_jobs, p_status text, p_abort boolean, p_now timestamptz)
 returns void
 language plpgsql
@@ -917,6 +919,9 @@ begin
     values ('deferred', p_job.staged_at), ('abort_requested', p_now), ('cancelled', p_now)
   ) as events (type, at)
   where p_abort or type <> 'abort_requested';
+exception
+  when others or assert_failure then
+    null;
 end;
 $$;
 comment on function dispatch_write_ended(dispatch_staged_jobs, text, boolean, timestamptz) is 'Writes a staged job that ends without being handed off into procrastinate''s tables.';
@@ -969,19 +974,28 @@ security definer
 set search_path from current
 as $$
 declare
-  v_gone constant jsonb := jsonb_build_object(
-    'waiting', (select count(*) from dispatch_staged_jobs),
-    'in_flight', (select count(*) from dispatch_inflight_jobs),
-    'dead', (select count(*) from dispatch_dead_jobs));
+  v_waiting bigint;
+  v_in_flight bigint;
+  v_dead bigint;
 begin
-  truncate dispatch_staged_jobs, dispatch_inbox, dispatch_inflight_jobs, dispatch_admissions, dispatch_dead_jobs;
+  -- Whoever has staged and not committed is waited for: its ids would be given out anew. Deleted, not truncated, for the same
+  -- statement may truncate these tables too.
+  lock table dispatch_staged_jobs, dispatch_inflight_jobs, dispatch_admissions, dispatch_dead_jobs, dispatch_inbox in share row exclusive mode;
+  delete from dispatch_staged_jobs;
+  get diagnostics v_waiting = row_count;
+  delete from dispatch_inflight_jobs;
+  get diagnostics v_in_flight = row_count;
+  delete from dispatch_dead_jobs;
+  get diagnostics v_dead = row_count;
+  delete from dispatch_admissions;
+  delete from dispatch_inbox;
   update dispatch_partitions
   set (due_at, blocked_until, blocked_after_finish, blocked_reason, waiting_since, pending_count, in_flight_count, newest_id)
     = (null, null, null, null, null, 0, 0, 0);
-  if v_gone <> '{"waiting": 0, "in_flight": 0, "dead": 0}' then
-    perform dispatch_audit(session_user, 'truncate', null, null, null, v_gone);
-    raise notice 'pydispatch: with procrastinate_jobs went % waiting jobs, % slots and % dead jobs',
-      v_gone ->> 'waiting', v_gone ->> 'in_flight', v_gone ->> 'dead';
+  if v_waiting + v_in_flight + v_dead > 0 then
+    perform dispatch_audit(session_user, 'truncate', null, null, null,
+      jsonb_build_object('waiting', v_waiting, 'in_flight', v_in_flight, 'dead', v_dead));
+    raise notice 'pydispatch: with procrastinate_jobs went % waiting jobs, % slots and % dead jobs', v_waiting, v_in_flight, v_dead;
   end if;
   return null;
 end;

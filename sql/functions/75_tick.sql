@@ -68,7 +68,7 @@ begin
       when exists (select from dispatch_inbox as i where i.policy_name = policy.policy_name) then dispatch_now()
       when exists (select from dispatch_pauses as pause where pause.id = dispatch_partition_id(policy.policy_name, null)) then null
       -- A worker that takes a job makes room, and tells nobody.
-      when due.at <= dispatch_now() and dispatch_queue_room(policy, dispatch_now()) = 0 then dispatch_now() + interval '250 milliseconds'
+      when due.at <= dispatch_now() and dispatch_queue_is_full(policy, dispatch_now()) then dispatch_now() + interval '250 milliseconds'
       else due.at
     end)
     from dispatch_policies as policy

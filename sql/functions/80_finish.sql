@@ -18,9 +18,12 @@ set search_path from current
 set enable_seqscan = off
 as $$
 begin
-  return dispatch_end_staged(p_id, 'cancelled', false)
-    -- A parked retry: procrastinate cancels its row, and the trigger on it removes the staged one.
-    or (exists (select from dispatch_staged_jobs where id = p_id and parked) and procrastinate_cancel_job_v1(p_id, false, false) is not null);
+  if dispatch_end_staged(p_id, 'cancelled', false) then
+    return true;
+  end if;
+  -- A parked retry: procrastinate cancels its row, and the trigger on it removes the staged one. In a statement of its own: the
+  -- first one may have waited for it to come back.
+  return exists (select from dispatch_staged_jobs where id = p_id and parked) and procrastinate_cancel_job_v1(p_id, false, false) is not null;
 end;
 $$;
 comment on function dispatch_cancel(bigint) is 'Cancels a staged job. False when no job of that id is staged (any more). Waits for a tick that is just admitting it.';

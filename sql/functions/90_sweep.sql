@@ -291,7 +291,7 @@ begin
 
   delete from dispatch_admissions
   where job_id in (
-    select dispatch_ended_admissions(p_now - dispatch_setting_span('admission_retention'), p_limit)
+    select dispatch_ended_admissions(p_now - dispatch_setting_span('admission_retention'), p_now, p_limit)
   );
   get diagnostics admissions = row_count;
 

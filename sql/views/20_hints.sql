@@ -17,13 +17,16 @@ with limits as materialized (
     dispatch_setting('hint_failure_percent') as failure_percent,
     dispatch_setting('hint_growth_percent') as growth_percent,
     dispatch_setting('hint_tick_ms')::double precision as tick_ms
+), slot_counts as materialized (
+  select counts.* from limits cross join lateral dispatch_slot_counts(limits.now) as counts
 ), policies as materialized (
   select
     policy.policy_name, policy.created_at, policy.updated_at, policy.partition_by, policy.shard_by, policy.partition_batch_size,
     policy.stalled, dispatch_needed_paths(policy.gates) as needed, pause.paused_at,
-    coalesce(dispatch_queue_room(policy, dispatch_now()) = 0, false) as queue_full
+    coalesce(counts.queued >= policy.max_queued, false) as queue_full
   from dispatch_policies as policy
   left join dispatch_pauses as pause on pause.id = dispatch_partition_id(policy.policy_name, null)
+  left join slot_counts as counts on counts.policy_name = policy.policy_name
 ), waiting as (
   -- Partitions whose jobs wait, those that wait for their time left out.
   select
@@ -131,7 +134,7 @@ with limits as materialized (
 ), slots as materialized (
   select counts.policy_name, counts.queued, counts.running, counts.oldest_queued_at
   from limits
-  cross join lateral dispatch_slot_counts(limits.now) as counts
+  cross join slot_counts as counts
   where counts.oldest_queued_at < limits.now - limits.queued_after
 ), dead as (
   select policy_name, count(*) as jobs, min(died_at) as since, max(died_at) as newest_at

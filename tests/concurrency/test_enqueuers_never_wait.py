@@ -145,7 +145,7 @@ class Holder:
         )
         conn.execute(
             "insert into dispatch_inflight_jobs"
-            " values (-1, -1, dispatch_partition_id('p', 'known'), now(), null, 'p', 'known')"
+            " values (-1, dispatch_partition_id('p', 'known'), now(), null, 'p', 'known')"
         )
         conn.execute("update dispatch_partitions set in_flight_count = 9")
         conn.commit()

@@ -57,7 +57,7 @@ def large(server: EmbeddedPostgres, admin: psycopg.Connection) -> Iterator[str]:
         later = "case when n > 0 then now() + interval '1 hour' else '-infinity' end"
         fill(conn, "future", LARGE + 1, eligible=later, priority="sign(n)")
         fill(conn, "priorities", SMALL + 1, eligible=later, priority="n % 20")
-        define(conn, "ended")
+        define(conn, "ended", max_queued=None)
         fill_history(conn, "ended", LARGE, running=SMALL)
         conn.execute(
             """
@@ -159,7 +159,33 @@ def test_a_budget_is_shared_without_counting_the_backlog(big, tick: Tick):
         assert tick(big, "deep")[0]["jobs_admitted"] == 10
         with reads(big) as found:
             assert tick(big, "deep")[0]["jobs_admitted"] == 10
-    found.check(inbox=1, partitions=6, staged_jobs=BATCH + 4 * 10 + 50, procrastinate_jobs=10)
+    found.check(
+        inbox=1,
+        partitions=6,
+        staged_jobs=BATCH + 4 * 10 + 50,
+        inflight_jobs=2 * 10,
+        procrastinate_jobs=10,
+    )
+
+
+def test_the_queues_bound_costs_nothing_while_it_is_far_and_never_more_than_it_allows(
+    big, tick: Tick
+):
+    """Besides the jobs that run, which are looked up once they and the queued ones are many."""
+    with big.transaction(force_rollback=True):
+        define(big, "ended", max_queued=1_000_000)
+        with reads(big) as far:
+            assert tick(big, "ended")[0]["partitions_seen"] == 0
+        far.check(partitions=2)
+        define(big, "ended", max_queued=SMALL)
+        with reads(big) as near:
+            assert tick(big, "ended")[0]["partitions_seen"] == 0
+        near.check(partitions=2, inflight_jobs=4 * SMALL, procrastinate_jobs=SMALL)
+        for bound in (SMALL, 10, None):
+            define(big, "deep", max_queued=bound)
+            with reads(big) as asked:
+                big.execute("select dispatch_next_due('deep')")
+            asked.check(others=10)
 
 
 def test_the_time_to_sleep_is_found_without_a_look_at_the_backlog(big):
@@ -303,7 +329,7 @@ def test_a_sweep_whose_plans_are_older_than_the_slots_reads_each_a_few_times(con
     no_vacuum(conn)
     conn.execute("vacuum analyze")
     jobs = 2 * SMALL
-    define(conn, admission_batch_size=jobs)
+    define(conn, admission_batch_size=jobs, max_queued=None)
     for _ in range(8):  # from the sixth on, a session keeps the plan that it has
         conn.execute("select * from dispatch_sweep()")
     stage(conn, *["a"] * jobs)
@@ -410,7 +436,7 @@ def test_a_session_whose_plans_are_older_than_the_work_reads_no_more(
     driving.execute(SETTINGS, {"timeout": "20s"})
     no_vacuum(conn)
     for policy in ("p", "deep"):
-        define(conn, policy, **cap(BATCH), admission_batch_size=BATCH)
+        define(conn, policy, **cap(BATCH), admission_batch_size=BATCH, max_queued=None)
 
     def backlog() -> None:
         fill(other, "p", LARGE // 10, keys=LARGE // 10, due="now() + interval '1 hour'")

@@ -90,6 +90,7 @@ def test_equals_get_the_same_when_a_tick_looks_at_a_few_only(db: Database) -> No
             partition_batch_size=6,
             admission_batch_size=5,
             tick_admission_budget=10,
+            max_queued=None,
         )
         db.stage("p", [job(tenant) for tenant in tenants] * 40)
         while seconds(db.now) < HOURS * 600:

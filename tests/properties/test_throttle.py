@@ -60,7 +60,7 @@ def throttle(name: str, rate: float, per: float, **more: float) -> dict[str, obj
 
 def backlog(db: Database, jobs: int, *gates: dict[str, object]) -> None:
     """Stage more jobs in one partition than the test can admit, in a policy with these gates."""
-    db.define("p", gates=list(gates), admission_batch_size=10_000)
+    db.define("p", gates=list(gates), admission_batch_size=10_000, max_queued=None)
     db.stage("p", [{"task_name": "t"}] * jobs)
 
 
