@@ -73,7 +73,10 @@ POLICIES: LiteralString = (
     "select p.policy_name from dispatch_policies as p where " + OURS + " order by p.policy_name"
 )
 
-NOBODYS_FAULT: LiteralString = "select dispatch_is_nobodys_fault(%(sqlstate)s) as is_nobodys"
+NOBODYS_FAULT: LiteralString = """
+select bool_and(coalesce(dispatch_is_nobodys_fault(sqlstate), false)) as is_nobodys
+from unnest(%(sqlstates)s::text[]) as sqlstate
+"""
 
 ERROR_LENGTH = 2000  # characters kept of the reason why a job was turned back
 
@@ -146,12 +149,12 @@ class Handoff:
         if policy is not None:
             return [(yield from self._tick(policy, shard))]
         results = []
-        failure = None
+        failures: list[Exception] = []
         for row in (yield Query(POLICIES, self.ours())):
             name = row["policy_name"]
             outcome = yield Attempt(self._tick(name, shard))
             if isinstance(outcome, Exception):
-                failure = outcome
+                failures.append(outcome)
                 logger.error(
                     "Tick of policy %s failed",
                     name,
@@ -160,11 +163,11 @@ class Handoff:
                 )
                 outcome = TickResult(name, 0, 0, 0, 0, 0, {"tick_error": 1}, 0.0)
             results.append(outcome)
-        if failure and all(result.denied_reasons == {"tick_error": 1} for result in results):
-            sqlstate = getattr(_cause(failure), "sqlstate", None)
-            (answer,) = yield Query(NOBODYS_FAULT, {"sqlstate": sqlstate})
+        if failures and len(failures) == len(results):
+            sqlstates = [getattr(_cause(failure), "sqlstate", None) for failure in failures]
+            (answer,) = yield Query(NOBODYS_FAULT, {"sqlstates": sqlstates})
             if answer["is_nobodys"]:
-                raise failure
+                raise failures[0]
         return results
 
     def ours(self, only: Sequence[str] | None = None) -> dict[str, Any]:

@@ -2,6 +2,29 @@
 -- tenant that came first with many would go first with all of them: what is fair between tenants is so only before.
 -- Invariant: with any number of ticks at once, no tick adds to a queue of max_queued jobs.
 
+create or replace function dispatch_counts_until(p_policy dispatch_policies, p_now timestamptz)
+returns timestamptz
+language sql
+immutable
+parallel safe
+return case p_policy.retry_strategy when 'bypass' then p_now else 'infinity' end;
+comment on function dispatch_counts_until(dispatch_policies, timestamptz) is 'Slots as of when count as queued or running. A retry of procrastinate''s own has one as of the time for which it is planned: it waits for that, not for a worker.';
+
+create or replace function dispatch_queued(p_policy dispatch_policies, p_now timestamptz)
+returns integer
+language plpgsql
+stable
+set search_path from current
+as $$
+declare
+  v_until constant timestamptz := dispatch_counts_until(p_policy, p_now);
+  v_running constant integer := dispatch_running_count(p_policy.policy_name, v_until);
+begin
+  return dispatch_slots_up_to(p_policy.policy_name, v_until, p_policy.max_queued + v_running) - v_running;
+end;
+$$;
+comment on function dispatch_queued(dispatch_policies, timestamptz) is 'How many jobs of a policy are queued, max_queued standing for that many or more. Reads so many slots at most, besides those of running jobs.';
+
 create or replace function dispatch_queue_room(p_policy dispatch_policies, p_now timestamptz)
 returns integer
 language plpgsql
@@ -9,29 +32,25 @@ stable
 set search_path from current
 as $$
 declare
-  -- A retry of procrastinate's own has a slot as of the time for which it is planned: it waits for that, not for a worker.
-  v_until constant timestamptz := case p_policy.retry_strategy when 'bypass' then p_now else 'infinity' end;
-  v_slots integer;
-  v_running integer;
+  v_half constant integer := p_policy.max_queued / 2;
+  -- A row has 68 bytes or more.
+  v_most integer := least(pg_relation_size('dispatch_inflight_jobs') / 68, 2147483647);
 begin
   if p_policy.max_queued is null then
     return null;
   end if;
-  -- Far from full, more may count as queued than is: first what the table can hold at all, a row having 68 bytes or more (so
-  -- that nothing is counted), then all slots (so that running jobs are not looked for).
-  v_slots := least(pg_relation_size('dispatch_inflight_jobs') / 68, 2147483647);
-  if v_slots > p_policy.max_queued / 2 then
-    v_slots := dispatch_slots_up_to(p_policy.policy_name, v_until, p_policy.max_queued / 2 + 1);
+  -- Far from full, more may count as queued than is: what the table of slots can hold at all, so that nothing is counted; or
+  -- all slots of the policy, so that running jobs are not looked for.
+  if v_most > v_half then
+    v_most := dispatch_slots_up_to(p_policy.policy_name, dispatch_counts_until(p_policy, p_now), v_half + 1);
   end if;
-  if v_slots <= p_policy.max_queued / 2 then
-    return p_policy.max_queued - v_slots;
+  if v_most > v_half then
+    v_most := dispatch_queued(p_policy, p_now);
   end if;
-  v_running := dispatch_running_count(p_policy.policy_name, v_until);
-  v_slots := dispatch_slots_up_to(p_policy.policy_name, v_until, p_policy.max_queued + v_running);
-  return greatest(p_policy.max_queued - (v_slots - v_running), 0);
+  return greatest(p_policy.max_queued - v_most, 0);
 end;
 $$;
-comment on function dispatch_queue_room(dispatch_policies, timestamptz) is 'How many more jobs of a policy may be queued; null where there is no bound. Less than half full it may say too little. Reads max_queued slots at most, besides those of running jobs, and none where the bound is far from what the table of slots can hold.';
+comment on function dispatch_queue_room(dispatch_policies, timestamptz) is 'How many more jobs of a policy may be queued; null where there is no bound. While it is less than half full, it may say too little.';
 
 create or replace function dispatch_queue_is_full(p_policy dispatch_policies, p_now timestamptz)
 returns boolean
@@ -97,7 +116,8 @@ as $$
 declare
   v_key constant integer := hashtext(concat_ws(' ', current_database(), 'dispatch_policies'::regclass::oid, p_policy.policy_name));
   -- The number, and above it a random one, lest two announcements of one transaction be one lock.
-  v_number constant integer := floor(random() * 2048)::integer << 20 | p_jobs;
+  v_jobs constant integer := least(p_jobs, 1048575);
+  v_number constant integer := floor(random() * 2048)::integer << 20 | v_jobs;
   v_others integer;
 begin
   if p_policy.max_queued is null or p_jobs = 0 then
@@ -111,7 +131,7 @@ begin
     and classid = (v_key::bigint & 4294967295)::oid
     and objsubid = 2
     and pid is distinct from pg_backend_pid();
-  return least(p_jobs, greatest(dispatch_queue_room(p_policy, p_now) - v_others, 0));
+  return least(v_jobs, greatest(dispatch_queue_room(p_policy, p_now) - v_others, 0));
 end;
 $$;
 comment on function dispatch_take_room(dispatch_policies, integer, timestamptz) is 'How many of p_jobs a tick may hand off, with what other ticks are about to hand off counted as queued.';
@@ -143,7 +163,7 @@ begin
           order by due.due_at
           limit p_policy.partition_batch_size
         ))
-        and p.blocked_reason is distinct from 'queue_full'
+        and (p.blocked_reason is distinct from 'queue_full' or exists (select from dispatch_pauses as pause where pause.id = p.id))
       for update skip locked
     ), p_now)) as c
     order by c.ordinal

@@ -315,7 +315,8 @@ begin
     perform dispatch_raise('PD008', format('hand-off %s is not open', p_handoff_id), null,
       'Call dispatch_settle() once for each dispatch_admit() that returned jobs, in the same transaction.');
   end if;
-  if not p_ids <@ v_handoff.staged_ids then
+  if cardinality(p_ids) <> (select count(*) from (select unnest(p_ids) intersect select unnest(v_handoff.staged_ids)) as admitted)
+    or cardinality(p_errors) > cardinality(p_ids) then
     perform dispatch_raise('PD008', format('hand-off %s is settled for other jobs than were admitted', p_handoff_id), null,
       'p_ids names those that dispatch_admit() returned and that are turned back.');
   end if;

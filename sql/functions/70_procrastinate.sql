@@ -80,8 +80,11 @@ begin
     update procrastinate_jobs as job
     set (scheduled_at, priority, lock, queueing_lock) = (taken.scheduled_at, taken.priority, taken.lock, taken.queueing_lock)
     from taken
+    cross join lateral (
+      select j.ctid as place from procrastinate_jobs as j where j.id = taken.id limit 1
+    ) as row
     where taken.parked
-      and job.id = taken.id
+      and job.ctid = row.place
     returning
       pg_notify('procrastinate_queue_v1#' || job.queue_name, dispatch_inserted(job.id)),
       pg_notify('procrastinate_any_queue_v1', dispatch_inserted(job.id))
@@ -254,7 +257,12 @@ set jit = off
 as $$
 declare
   v_free constant bigint[] := array(
-    select job.id from procrastinate_jobs as job where job.id = any (p_ids) and job.status = 'todo' for update skip locked
+    select job.id
+    from unnest(p_ids) as contested (id)
+    cross join lateral (
+      select j.id, j.status from procrastinate_jobs as j where j.id = contested.id limit 1 for update skip locked
+    ) as job
+    where job.status = 'todo'
   );
 begin
   return array(
@@ -264,6 +272,13 @@ begin
       select * from dispatch_staged_jobs as s where s.id = contested.id limit 1
     ) as s
     where (s.parked and s.id <> all (v_free))
+      or (s.parked and exists (
+        select
+        from dispatch_staged_jobs as rival
+        where rival.queueing_lock = s.queueing_lock
+          and not rival.parked
+          and rival.id = any (p_ids)
+      ))
       or dispatch_queueing_lock_queued(s.queueing_lock)
   );
 end;
@@ -661,6 +676,7 @@ declare
   v_admission dispatch_admissions;
   v_policy dispatch_policies;
   v_slot dispatch_inflight_jobs;
+  v_waiting dispatch_staged_jobs;
   v_lag_ms double precision;
 begin
   if old.status = 'todo' then
@@ -676,6 +692,16 @@ begin
   end if;
 
   if v_policy.retry_strategy = 'restage' then
+    -- Somebody ran it by hand while it was parked.
+    select * into v_waiting from dispatch_staged_jobs where id = new.id and parked;
+    if found then
+      new.priority := greatest(new.priority, v_waiting.priority);
+      new.lock := coalesce(new.lock, v_waiting.lock);
+      new.queueing_lock := coalesce(new.queueing_lock, v_waiting.queueing_lock);
+      if new.scheduled_at = dispatch_parked_until() then
+        new.scheduled_at := v_waiting.scheduled_at;
+      end if;
+    end if;
     perform dispatch_free_slot(new.id, false);
     perform dispatch_restage(new, v_admission, v_policy);
     new.scheduled_at := dispatch_parked_until();
@@ -710,6 +736,22 @@ end;
 $$;
 comment on function dispatch_retried() is 'Trigger: a job of a policy goes back to todo. With retry_strategy restage the policy holds it, and its row is parked: far schedule and lowest priority (so that a worker''s fetch reads it last), no locks (so that it stands in nobody''s way), no worker (whose end would touch it).';
 
+create or replace function dispatch_unpark(p_job_id bigint, p_scheduled_at timestamptz, p_priority integer, p_lock text, p_queueing_lock text)
+returns void
+language plpgsql
+set search_path from current
+as $$
+begin
+  update procrastinate_jobs
+  set (scheduled_at, priority, lock, queueing_lock) = (p_scheduled_at, p_priority, p_lock, p_queueing_lock)
+  where id = p_job_id;
+  if found and p_scheduled_at is not null then
+    insert into procrastinate_events (job_id, type, at) values (p_job_id, 'scheduled', p_scheduled_at);
+  end if;
+end;
+$$;
+comment on function dispatch_unpark(bigint, timestamptz, integer, text, text) is 'Of a parked job that ended, gives its row in procrastinate_jobs its schedule, priority and locks back.';
+
 create or replace function dispatch_rescheduled()
 returns trigger
 language plpgsql
@@ -726,9 +768,11 @@ begin
     and parked
   returning * into v_job;
   if found then
-    insert into dispatch_inbox (policy_name, partition_id, kind)
-    values (v_job.policy_name, v_job.partition_id, 'resumed');
+    insert into dispatch_inbox (policy_name, partition_id, kind, due_at)
+    values (v_job.policy_name, v_job.partition_id, 'resumed', greatest(new.scheduled_at, dispatch_now()));
     perform dispatch_wake(v_job.policy_name);
+    new.scheduled_at := old.scheduled_at;
+  elsif exists (select from dispatch_dead_jobs where id = new.id and parked) then
     new.scheduled_at := old.scheduled_at;
   else
     perform dispatch_forget_parking(array[new.id]);
@@ -751,6 +795,7 @@ declare
   v_succeeded boolean;
   v_slot record;
   v_lag_ms double precision;
+  v_parked dispatch_staged_jobs;
 begin
   if tg_op = 'UPDATE' and new.status = 'todo' then
     -- It did not end, it waits again.
@@ -769,16 +814,22 @@ begin
       perform pg_notify(dispatch_channel(), v_slot.policy_name);
     elsif old.scheduled_at = dispatch_parked_until() then
       -- Somebody ran it by hand while the policy held it.
+      select * into v_parked from dispatch_staged_jobs where id = old.id and parked;
       perform dispatch_free_slot(old.id, null);
     end if;
   elsif old.status = 'todo' then
+    select * into v_parked from dispatch_staged_jobs where id = old.id and parked and old.scheduled_at = dispatch_parked_until();
     perform dispatch_free_slot(old.id, null);
-    if old.scheduled_at = dispatch_parked_until() then
-      perform dispatch_forget_parking(array[old.id]);
-    end if;
     -- Deleted before it ran: of such a job nothing is known any more, here as in procrastinate.
     if tg_op = 'DELETE' then
       delete from dispatch_admissions where job_id = old.id;
+    end if;
+  end if;
+  if old.scheduled_at = dispatch_parked_until() and not (tg_op = 'UPDATE' and new.status = 'todo') then
+    perform dispatch_forget_parking(array[old.id]);
+    delete from dispatch_dead_jobs where id = old.id and parked;
+    if tg_op = 'UPDATE' and v_parked.id is not null then
+      perform dispatch_unpark(old.id, v_parked.scheduled_at, v_parked.priority, v_parked.lock, v_parked.queueing_lock);
     end if;
   end if;
   return old;
@@ -916,9 +967,10 @@ begin
   insert into procrastinate_events (job_id, type, at)
   select p_job.id, type::procrastinate_job_event_type, at
   from (
-    values ('deferred', p_job.staged_at), ('abort_requested', p_now), ('cancelled', p_now)
+    values ('scheduled', p_job.scheduled_at), ('deferred', p_job.staged_at), ('abort_requested', p_now), ('cancelled', p_now)
   ) as events (type, at)
-  where p_abort or type <> 'abort_requested';
+  where (p_abort or type <> 'abort_requested')
+    and at is not null;
 exception
   when others or assert_failure then
     null;

@@ -21,7 +21,7 @@ set search_path from current
 as $$
 declare
   v_policy dispatch_policies;
-  v_failed boolean;
+  v_all_failed boolean;
   v_sqlstate text;
   v_message text;
 begin
@@ -33,17 +33,17 @@ begin
   for v_policy in select * from dispatch_policies order by policy_name loop
     begin
       return next dispatch_tick_policy(v_policy, p_shard);
-      v_failed := false;
+      v_all_failed := false;
     exception
       when others or assert_failure then
-        v_failed := coalesce(v_failed, true);
+        v_all_failed := coalesce(v_all_failed, true) and dispatch_is_nobodys_fault(sqlstate);
         v_sqlstate := sqlstate;
         v_message := sqlerrm;
         raise warning 'pydispatch: the tick of policy % failed: % (SQLSTATE %)', v_policy.policy_name, sqlerrm, sqlstate;
         return next row(v_policy.policy_name, 0, 0, 0, 0, 0, jsonb_build_object('tick_error', 1), 0)::dispatch_tick_result;
     end;
   end loop;
-  if v_failed and dispatch_is_nobodys_fault(v_sqlstate) then
+  if v_all_failed then
     raise exception using errcode = v_sqlstate, message = v_message;
   end if;
 end;

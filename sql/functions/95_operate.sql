@@ -176,6 +176,7 @@ begin
   end if;
   if v_dead.parked then
     perform procrastinate_cancel_job_v1(p_id, false, false);
+    perform dispatch_unpark(p_id, v_dead.scheduled_at, v_dead.priority, v_dead.lock, v_dead.queueing_lock);
   end if;
   insert into dispatch_admissions as a (job_id, partition_id, staged_at, admitted_at, policy_name, partition_key, context, ending)
   values (p_id, v_dead.partition_id, v_dead.staged_at, dispatch_now(), v_dead.policy_name, v_dead.partition_key, v_dead.context, 'cancelled')
@@ -194,6 +195,7 @@ begin
     perform procrastinate_retry_job_v2(p_id, p_retry_at, p_priority, p_queue_name, p_lock);
     return;
   end if;
+  update dispatch_dead_jobs set scheduled_at = p_retry_at where id = p_id;
   perform dispatch_requeue_dead(p_id);
   update dispatch_staged_jobs as s
   set (scheduled_at, eligible_at, priority, queue_name, lock)

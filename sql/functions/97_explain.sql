@@ -248,6 +248,7 @@ as $$
 declare
   v_budget constant record := dispatch_budget(p_policy, p_now);
   v_share integer;
+  v_queued integer;
   v_row dispatch_explanation;
 begin
   -- Shared evenly among as many as a tick claims, it is enough for the job in any case.
@@ -258,16 +259,17 @@ begin
   if not v_budget.scarce and coalesce(v_share >= least(p_place, p_allowed), true) then
     return;
   end if;
+  v_queued := dispatch_queued(p_policy, p_now);
   v_row.item := case v_budget.reason when 'queue_full' then 'queue' else 'budget' end;
   v_row.blocks := v_share is not null and v_share < least(p_place, p_allowed);
   v_row.reason := case when v_row.blocks then v_budget.reason end;
   v_row.numbers := case v_budget.reason
     when 'queue_full' then
-      jsonb_build_object('max_queued', p_policy.max_queued, 'queued', p_policy.max_queued - v_budget.jobs, 'allowed', v_share)
+      jsonb_build_object('max_queued', p_policy.max_queued, 'queued', v_queued, 'allowed', v_share)
     else jsonb_build_object('tick_admission_budget', p_policy.tick_admission_budget, 'allowed', v_share)
   end;
   v_row.message := case v_budget.reason
-    when 'queue_full' then format('%s jobs of the policy wait for a worker, of at most %s', p_policy.max_queued - v_budget.jobs, p_policy.max_queued)
+    when 'queue_full' then format('%s jobs of the policy wait for a worker, of at most %s', v_queued, p_policy.max_queued)
     else format('A tick admits at most %s jobs of the policy', p_policy.tick_admission_budget)
   end || case
     when v_budget.jobs = 0 then '.'

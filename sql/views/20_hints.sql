@@ -236,7 +236,7 @@ with limits as materialized (
     problem.since
   from problems as problem
   cross join limits
-  left join slots on slots.policy_name = problem.policy_name and problem.reason = 'concurrency_full'
+  left join slots on slots.policy_name = problem.policy_name and problem.reason in ('concurrency_full', 'queue_full')
   where problem.problem = 'gate'
   union all
   select
