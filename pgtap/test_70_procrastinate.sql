@@ -591,7 +591,7 @@ end;
 $$;
 create temporary table to_queue as select id, task_name, parked, ctid as place from dispatch_staged_jobs where policy_name = 'one_id';
 select is(
-  (select dispatch_queue(array_agg(place), true, pg_temp.clock(5001)) from to_queue), 2::bigint, 'dispatch_queue hands over new jobs and parked ones, and counts them');
+  (select dispatch_hand_over(array_agg(id), array_agg(place), true, pg_temp.clock(5001)) from to_queue), '{}', 'new jobs and parked ones are handed over');
 select results_eq(
   $$ select job.id, job.task_name::text, job.status::text, job.attempts, job.priority, job.lock, job.queueing_lock, job.scheduled_at
      from procrastinate_jobs as job join to_queue using (id) order by 1 $$,
@@ -610,8 +610,9 @@ select is(pg_temp.events('newer'), '{deferred}', 'procrastinate has its event of
 select is(pg_temp.events('again'), '{deferred,started,deferred_for_retry,scheduled}', 'and of the parked one that of its schedule');
 select is((select array_agg(at) from procrastinate_events where job_id = (pg_temp.job('again')).id and type = 'scheduled'), array[pg_temp.clock(5000)],
   'which is the retry''s and none of parking''s');
-select is((select dispatch_queue(array_agg(place), false, dispatch_now()) from to_queue), 0::bigint, 'what is not staged any more is not handed over');
-select is(dispatch_queue('{}', false, dispatch_now()), 0::bigint, 'nor is nothing');
+select throws_ok('select dispatch_hand_over(array_agg(id), array_agg(place), false, dispatch_now()) from to_queue', 'PD008', null,
+  'what is not staged any more is not handed over');
+select is(dispatch_hand_over('{}', '{}', false, dispatch_now()), '{}', 'nor is nothing');
 select is(
   dispatch_inserted(7)::jsonb, '{"type": "job_inserted", "job_id": 7}', 'of a parked job that comes back workers are told as of one that procrastinate inserts');
 

@@ -15,9 +15,19 @@ language plpgsql
 stable
 set search_path from current
 set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_sort = off
 as $$
 begin
-  return exists (select from procrastinate_jobs where queueing_lock = p_queueing_lock and status = 'todo');
+  -- A range and an order, so that no index will do but the one on the lock. (An exists would do without the order.)
+  return coalesce((
+    select true
+    from procrastinate_jobs
+    where queueing_lock between p_queueing_lock and p_queueing_lock
+      and status = 'todo'
+    order by queueing_lock
+    limit 1
+  ), false);
 end;
 $$;
 comment on function dispatch_queueing_lock_queued(text) is 'Does a job in procrastinate''s queue hold the queueing lock?';
@@ -53,8 +63,10 @@ parallel safe
 return json_build_object('type', 'job_inserted', 'job_id', p_job_id)::text;
 comment on function dispatch_inserted(bigint) is 'What procrastinate notifies its workers with of a job that came into the queue.';
 
--- All that a hand-off writes, in one statement: the staged row goes, procrastinate's comes (or comes back from where it was
--- parked), slot and admission are noted.
+-- What a hand-off writes that may fail, in one statement: procrastinate's row comes (or comes back from where it was parked),
+-- slot and admission are noted. The staged row stays until that is known to have gone well: the tick has locked it, and whoever
+-- deletes in a subtransaction what is locked outside makes a multixact of it. But a retry's goes first, for by that
+-- dispatch_rescheduled() knows a hand-off.
 create or replace function dispatch_queue(p_places tid[], p_observed boolean, p_now timestamptz)
 returns bigint
 language plpgsql
@@ -69,8 +81,12 @@ as $$
 declare
   v_jobs bigint;
 begin
-  with taken as (
-    delete from dispatch_staged_jobs where ctid = any (p_places) returning *
+  with parked as (
+    delete from dispatch_staged_jobs where ctid = any (p_places) and parked returning *
+  ), taken as (
+    select * from dispatch_staged_jobs where ctid = any (p_places) and not parked
+    union all
+    select * from parked
   ), queued as (
     insert into procrastinate_jobs (id, queue_name, task_name, priority, lock, queueing_lock, args, scheduled_at, attempts)
     select id, queue_name, task_name, priority, lock, queueing_lock, args, scheduled_at, attempts
@@ -106,7 +122,7 @@ begin
   return v_jobs;
 end;
 $$;
-comment on function dispatch_queue(tid[], boolean, timestamptz) is 'Hands staged jobs, whose rows are locked, over to procrastinate, all or none, each under its id. Returns how many there were. p_observed: does a gate learn from them?';
+comment on function dispatch_queue(tid[], boolean, timestamptz) is 'Hands staged jobs, whose rows are locked, over to procrastinate, all or none, each under its id. Returns how many there were; dispatch_hand_over() takes their rows away. p_observed: does a gate learn from them?';
 
 create or replace function dispatch_is_held(p_sqlstate text, p_constraint text)
 returns boolean
@@ -200,6 +216,8 @@ create or replace function dispatch_hand_over(p_ids bigint[], p_places tid[], p_
 returns dispatch_outcome[]
 language plpgsql
 set search_path from current
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
 set lock_timeout = '100ms'
 as $$
 declare
@@ -234,6 +252,7 @@ begin
     where id <> all (array(select o.id from unnest(v_stopped) as o));
   end loop;
 
+  delete from dispatch_staged_jobs where ctid = any (p_places);
   -- Nobody else can take a job that is locked, but whoever shares the transaction can: admit twice before settling, or cancel.
   if v_queued < cardinality(p_ids) then
     perform dispatch_raise('PD008', 'jobs that were admitted are not staged any more', null,
