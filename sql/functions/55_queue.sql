@@ -107,7 +107,8 @@ comment on function dispatch_budget(dispatch_policies, timestamptz) is 'What the
 
 -- Ticks do not see what other ticks have handed off and not committed. So each announces how many it is about to hand off, by
 -- a lock that keeps nobody out, and only then looks: at what others have announced, and in a later statement at what is
--- committed. Of two that announce at once, each sees the other; who ends in between is seen in one of the two looks.
+-- committed. Of two that announce at once, each sees the other; who ends in between is seen in one of the two looks. Who finds
+-- no room beside the others takes its announcement back, lest all of them stand aside for each other.
 create or replace function dispatch_take_room(p_policy dispatch_policies, p_jobs integer, p_now timestamptz)
 returns integer
 language plpgsql
@@ -115,23 +116,35 @@ set search_path from current
 as $$
 declare
   v_key constant integer := hashtext(concat_ws(' ', current_database(), 'dispatch_policies'::regclass::oid, p_policy.policy_name));
-  -- The number, and above it a random one, lest two announcements of one transaction be one lock.
   v_jobs constant integer := least(p_jobs, 1048575);
-  v_number constant integer := floor(random() * 2048)::integer << 20 | v_jobs;
   v_others integer;
+  v_room integer;
 begin
   if p_policy.max_queued is null or p_jobs = 0 then
     return p_jobs;
   end if;
-  perform pg_advisory_xact_lock_shared(v_key, v_number);
-  select coalesce(sum(objid::bigint & 1048575), 0)
-  into v_others
-  from pg_locks
-  where locktype = 'advisory'
-    and classid = (v_key::bigint & 4294967295)::oid
-    and objsubid = 2
-    and pid is distinct from pg_backend_pid();
-  return least(v_jobs, greatest(dispatch_queue_room(p_policy, p_now) - v_others, 0));
+  for v_try in 1 .. 3 loop
+    begin
+      -- The number, and above it a random one, lest two announcements of one transaction be one lock.
+      perform pg_advisory_xact_lock_shared(v_key, floor(random() * 2048)::integer << 20 | v_jobs);
+      select coalesce(sum(objid::bigint & 1048575), 0)
+      into v_others
+      from pg_locks
+      where locktype = 'advisory'
+        and classid = (v_key::bigint & 4294967295)::oid
+        and objsubid = 2
+        and pid is distinct from pg_backend_pid();
+      v_room := dispatch_queue_room(p_policy, p_now) - v_others;
+      if v_room > 0 then
+        return least(v_jobs, v_room);
+      end if;
+      raise exception using errcode = 'UNDO0', message = 'the announcement is taken back';
+    exception
+      when sqlstate 'UNDO0' then
+        exit when v_others = 0;
+    end;
+  end loop;
+  return 0;
 end;
 $$;
 comment on function dispatch_take_room(dispatch_policies, integer, timestamptz) is 'How many of p_jobs a tick may hand off, with what other ticks are about to hand off counted as queued.';
