@@ -23,6 +23,7 @@ from procrastinate import exceptions, types
 from procrastinate.connector import BaseConnector
 from procrastinate.jobs import Job, Status
 from procrastinate.manager import QUEUEING_LOCK_CONSTRAINT, JobManager
+from procrastinate.sql import queries
 from procrastinate.testing import InMemoryConnector
 from typing_extensions import LiteralString
 
@@ -210,6 +211,53 @@ class DispatchJobManager(JobManager):
             if not row["ended"]:
                 raise
 
+    # procrastinate 3.9 takes no connection in these.
+
+    def get_job_status(self, job_id: int, connection: Any | None = None) -> Status:
+        """Return a job's status, also in the transaction of a connection of the caller's.
+
+        Raises:
+            procrastinate.exceptions.NoResult: There is no job with this id.
+        """
+        if connection is None:
+            return super().get_job_status(job_id)
+        return _status(self._rows(connection, queries["get_job_status"], {"job_id": job_id}))
+
+    async def get_job_status_async(self, job_id: int, connection: Any | None = None) -> Status:
+        """Do the same as ``get_job_status``."""
+        if connection is None:
+            return await super().get_job_status_async(job_id)
+        arguments = {"job_id": job_id}
+        return _status(await self._rows_async(connection, queries["get_job_status"], arguments))
+
+    def cancel_job_by_id(
+        self,
+        job_id: int,
+        abort: bool = False,
+        delete_job: bool = False,
+        connection: Any | None = None,
+    ) -> bool:
+        """Cancel a job, also in the transaction of a connection of the caller's."""
+        if connection is None:
+            return super().cancel_job_by_id(job_id, abort=abort, delete_job=delete_job)
+        arguments = {"job_id": job_id, "abort": abort, "delete_job": delete_job}
+        (row,) = self._rows(connection, queries["cancel_job"], arguments)
+        return row["id"] is not None
+
+    async def cancel_job_by_id_async(
+        self,
+        job_id: int,
+        abort: bool = False,
+        delete_job: bool = False,
+        connection: Any | None = None,
+    ) -> bool:
+        """Do the same as ``cancel_job_by_id``."""
+        if connection is None:
+            return await super().cancel_job_by_id_async(job_id, abort=abort, delete_job=delete_job)
+        arguments = {"job_id": job_id, "abort": abort, "delete_job": delete_job}
+        (row,) = await self._rows_async(connection, queries["cancel_job"], arguments)
+        return row["id"] is not None
+
     @property
     def connector(self) -> BaseConnector:
         """The application's connector, which asks about all jobs: see ``AllJobs``."""
@@ -367,3 +415,9 @@ def _queue_row(job: Job) -> types.JobToDefer:
         args=job.task_kwargs,
         scheduled_at=job.scheduled_at,
     )
+
+
+def _status(rows: list[dict[str, Any]]) -> Status:
+    if not rows:
+        raise exceptions.NoResult
+    return Status(rows[0]["status"])
