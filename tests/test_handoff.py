@@ -246,6 +246,30 @@ def test_a_queueing_lock_in_an_open_transaction_holds_nobody_up(conn, connect, t
     assert count(conn, "dispatch_staged_jobs") == 1
 
 
+# case: a tick of 400 jobs takes 5.3 s where somebody's open transaction holds 20 queueing locks
+@pytest.mark.parametrize("held", [1, 20, 150])
+def test_many_queueing_locks_in_an_open_transaction_hold_up_their_own_jobs_alone(
+    conn, connect, tick, clock, held
+):
+    define(conn, admission_batch_size=1000)
+    jobs = [{"args": {"k": 1}, "queueing_lock": f"q{n}"} for n in range(400)]
+    stage(conn, *jobs, *({"args": {"k": 2}} for _ in range(50)))
+    stranger = connect(autocommit=False)
+    for n in range(held):
+        defer_other(stranger, f"q{n * 400 // held}")
+    conn.execute("set statement_timeout to '20s'")
+    (result,) = tick(conn, "p")
+    assert (result["jobs_admitted"], result["handoff_failures"]) == (450 - held, 0)
+    assert count(conn, "dispatch_staged_jobs") == held
+    stranger.rollback()
+    clock.advance(2)
+    (result,) = tick(conn, "p")
+    assert result["jobs_admitted"] == held
+    assert sorted(row["queueing_lock"] for row in queued(conn) if row["queueing_lock"]) == sorted(
+        job["queueing_lock"] for job in jobs
+    )
+
+
 def test_whoever_holds_the_whole_table_is_waited_for_once(conn, connect, admin, tick):
     define(conn)
     stage(conn, *({"args": {"k": number}} for number in range(30)))
