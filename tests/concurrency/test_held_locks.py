@@ -126,7 +126,7 @@ def test_a_stranger_who_wants_the_lock_of_a_job_that_is_just_handed_over_is_no_d
 HOLDS = {
     "locks it": "select from procrastinate_jobs where id = %s for update",
     "locks it for a key": "select from procrastinate_jobs where id = %s for key share",
-    "changes its arguments": "update procrastinate_jobs set args = '{\"k\": \"a\", \"new\": 1}'"
+    "changes its arguments": 'update procrastinate_jobs set args = \'{"k": "a", "new": 1}\''
     " where id = %s",
     "raises its priority": "update procrastinate_jobs set priority = 7 where id = %s",
     "plans it for another time": "update procrastinate_jobs set scheduled_at = '2026-01-01'"
