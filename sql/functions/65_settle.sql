@@ -276,9 +276,11 @@ set search_path from current
 as $$
 declare
   v_policy constant dispatch_policies := dispatch_policy(p_policy);
-  v_handoff dispatch_handoffs := dispatch_decide(v_policy, p_shard);
+  v_handoff dispatch_handoffs;
   v_nothing dispatch_payload;
 begin
+  perform dispatch_await_queue();
+  v_handoff := dispatch_decide(v_policy, p_shard);
   if v_handoff.staged_ids = '{}' then
     v_nothing.tick := dispatch_settle_outcomes(v_policy, v_handoff, '{}');
     return next v_nothing;

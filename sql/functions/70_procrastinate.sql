@@ -304,6 +304,17 @@ end;
 $$;
 comment on function dispatch_held(bigint[]) is 'Of staged jobs, those whose queueing lock a queued job has, and the retries whose parked row somebody holds. The rows of the other retries are locked then.';
 
+create or replace function dispatch_await_queue()
+returns void
+language plpgsql
+set search_path from current
+as $$
+begin
+  lock table procrastinate_jobs in row exclusive mode;
+end;
+$$;
+comment on function dispatch_await_queue() is 'Waits for whoever alters procrastinate''s table, indexes or truncates it: before anything else, so that those never wait for what a waiting tick has locked; in a hand-off, a lock that is not free soon counts as held by another job.';
+
 create or replace function dispatch_hand_off(p_policy dispatch_policies, p_handoff dispatch_handoffs, p_turned_back bigint[] default '{}')
 returns dispatch_outcome[]
 language plpgsql
@@ -317,8 +328,6 @@ begin
   if p_handoff.staged_ids = '{}' then
     return '{}';
   end if;
-  -- Whoever alters the table is waited for here, once; below, a lock that is not free soon counts as held.
-  lock table procrastinate_jobs in row exclusive mode;
   if p_handoff.contested_ids = '{}' and p_turned_back = '{}' then
     return dispatch_hand_over(p_handoff.staged_ids, p_handoff.places, v_observed, p_handoff.decided_at);
   end if;

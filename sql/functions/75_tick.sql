@@ -7,8 +7,10 @@ language plpgsql
 set search_path from current
 as $$
 declare
-  v_handoff constant dispatch_handoffs := dispatch_decide(p_policy, p_shard);
+  v_handoff dispatch_handoffs;
 begin
+  perform dispatch_await_queue();
+  v_handoff := dispatch_decide(p_policy, p_shard);
   return dispatch_settle_outcomes(p_policy, v_handoff, dispatch_hand_off(p_policy, v_handoff));
 end;
 $$;

@@ -73,6 +73,7 @@ declare
   v_policy constant dispatch_policies := dispatch_policy(p_policy);
 begin
   perform dispatch_check_argument('p_limit', p_limit, 1, 10000, 'Call again for more.');
+  perform dispatch_await_queue();
   perform dispatch_operate_alone(p_policy);
   perform dispatch_fold(p_policy, dispatch_now());
   return dispatch_force(v_policy, dispatch_partition_id(p_policy, p_partition_key), p_limit);
@@ -93,6 +94,7 @@ declare
   v_result dispatch_drain_result;
 begin
   perform dispatch_check_argument('p_limit', p_limit, 1, 100000, 'Call again for more.');
+  perform dispatch_await_queue();
   perform dispatch_operate_alone(p_policy);
   perform dispatch_fold(p_policy, dispatch_now());
   v_now := dispatch_now();

@@ -1,88 +1,145 @@
-"""procrastinate's table is truncated while others are at work: nothing of the old jobs stays."""
+"""``truncate procrastinate_jobs restart identity cascade`` while others are at work.
+
+Case: it is run, then jobs are deferred, and every tick fails on ids that were given out twice.
+"""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import psycopg
 import pytest
 
 from tests.concurrency.conftest import Background
-from tests.concurrency.support import assert_balanced, define, finish, stage, start, tick, value
+from tests.concurrency.stops import LIMIT, POINTS, Stops
+from tests.concurrency.support import (
+    assert_balanced,
+    cap,
+    define,
+    finish,
+    places,
+    stage,
+    start,
+    value,
+)
 from tests.fixtures import Connect
+from tests.support import wait_for
+from tests.ticks import Tick
 
 TRUNCATE = "truncate procrastinate_jobs restart identity cascade"
-LEFT = """
-select (select count(*) from procrastinate_jobs) + (select count(*) from dispatch_staged_jobs)
-  + (select count(*) from dispatch_inflight_jobs) + (select count(*) from dispatch_admissions)
-  + (select count(*) from dispatch_inbox)
-"""
+TABLES = ("staged_jobs", "inflight_jobs", "admissions", "dead_jobs", "inbox")
 
 
-def begin_anew(conn: psycopg.Connection) -> None:
-    """Ids begin with 1, and none of them is in the way of another."""
-    assert value(conn, LEFT) == 0
+def assert_all_settles(conn: psycopg.Connection, tick: Tick, ids: list[int]) -> None:
+    """Let these jobs, all that there are, go to a worker, and check that each ends, once."""
+    assert len(set(ids)) == len(ids), "an id was given out twice"
+    assert places(conn).keys() == set(ids)
+    ended = []
+    for _ in range(len(ids) + 2):
+        tick(conn, "p")
+        while (job_id := start(conn)) is not None:
+            finish(conn, job_id)
+            ended.append(job_id)
+    assert sorted(ended) == sorted(ids)
+    assert set(places(conn).values()) <= {"ended"}
+    assert not value(conn, "select count(*) from dispatch_dead_jobs")
     assert_balanced(conn)
-    assert stage(conn, *"abcabc") == [1, 2, 3, 4, 5, 6]
-    assert tick(conn) == 6
-    while (job_id := start(conn)) is not None:
-        finish(conn, job_id)
-    assert_balanced(conn)
+    newest = stage(conn, "a")
+    assert not set(newest) & set(ids)
 
 
-def test_whoever_has_staged_and_not_committed_is_waited_for(
-    conn: psycopg.Connection,
-    connect: Connect,
-    background: Background,
-    wait_blocked: Callable[..., None],
+@pytest.mark.parametrize("point", POINTS)
+def test_in_the_middle_of_a_tick(
+    point, tick: Tick, stops: Stops, conn, connect: Connect, background: Background, is_blocked
+):
+    define(conn, **cap(LIMIT), retry_strategy="restage")
+    stage(conn, *"aaabbbccc")
+    tick(conn, "p")
+    first = start(conn)
+    conn.execute("select procrastinate_retry_job_v2(%s, null, null, null, null)", [first])
+    stage(conn, "d", "d")
+    ticking = connect(options=Stops.options(point))
+    ticked = background(tick, ticking, "p")
+    stops.wait(ticking.info.backend_pid)
+    truncating = connect()
+    truncated = background(truncating.execute, TRUNCATE)
+    wait_for(lambda: truncated.done() or is_blocked(truncating.info.backend_pid))
+    stops.release()
+    ticked.result()
+    truncated.result()
+    ids = stage(conn, *"aaabbc")
+    assert min(ids) == 1, "ids begin anew"
+    assert_all_settles(conn, tick, ids)
+
+
+def test_while_somebody_has_staged_and_not_committed(
+    conn, connect: Connect, tick: Tick, background: Background, wait_blocked
 ):
     define(conn)
-    stage(conn, "a")
-    enqueuer, truncating = connect(autocommit=False), connect()
-    stage(enqueuer, "b", "c")
-    waiting = background(truncating.execute, TRUNCATE)
+    stage(conn, "a", "b")
+    enqueuer = connect(autocommit=False)
+    stage(enqueuer, "a", "a", "c")
+    truncating = connect()
+    truncated = background(truncating.execute, TRUNCATE)
     wait_blocked(truncating.info.backend_pid)
     enqueuer.commit()
-    waiting.result()
-    begin_anew(conn)
+    truncated.result()
+    assert [value(conn, f"select count(*) from dispatch_{table}") for table in TABLES] == [0] * 5
+    assert_all_settles(conn, tick, stage(conn, "a", "c"))
 
 
-def test_a_tick_in_the_midst_ends_before_or_not_at_all(
-    conn: psycopg.Connection,
-    connect: Connect,
-    background: Background,
-    wait_blocked: Callable[..., None],
+def test_while_somebody_who_has_staged_stages_more(
+    conn, connect: Connect, tick: Tick, background: Background, wait_blocked
 ):
-    define(conn, gates=[{"type": "concurrency", "max": 2}])
-    stage(conn, *"aabbcc")
-    ticking, truncating = connect(autocommit=False), connect()
-    rows = ticking.execute("select handoff_id from dispatch_admit('p')").fetchall()
-    waiting = background(truncating.execute, TRUNCATE)
+    define(conn)
+    enqueuer = connect(autocommit=False)
+    stage(enqueuer, "a", "a", "c")
+    truncating = connect()
+    truncated = background(truncating.execute, TRUNCATE)
     wait_blocked(truncating.info.backend_pid)
-    # Each has what the other waits for, so one of them has to give up.
-    ended = []
-    for act in (
-        lambda: (ticking.execute("select dispatch_settle(%s)", rows[0]), ticking.commit()),
-        waiting.result,
-    ):
-        try:
-            act()
-            ended.append(act)
-        except psycopg.errors.DeadlockDetected:
-            ticking.rollback()
-    assert ended
-    conn.execute(TRUNCATE)
-    begin_anew(conn)
+    # Who waits for it has nothing that it needs: no deadlock.
+    stage(enqueuer, "a", "a", "c")
+    enqueuer.commit()
+    truncated.result()
+    assert_all_settles(conn, tick, stage(conn, "a", "c"))
 
 
-@pytest.mark.parametrize("what", ["todo", "doing"])
-def test_with_the_jobs_go_their_slots(conn: psycopg.Connection, what: str):
-    define(conn, gates=[{"type": "concurrency", "max": 1}])
-    stage(conn, *"aab")
-    assert tick(conn) == 2
-    if what == "doing":
-        assert start(conn) is not None
-    conn.execute(TRUNCATE)
-    begin_anew_capped = stage(conn, "a", "b")
-    assert begin_anew_capped == [1, 2]
-    assert tick(conn) == 2
+def test_who_stages_while_the_truncation_is_not_committed_waits_and_has_an_id_of_the_new_count(
+    conn, connect: Connect, tick: Tick, background: Background, wait_blocked
+):
+    define(conn)
+    stage(conn, *"abcdef")
+    truncating = connect(autocommit=False)
+    truncating.execute(TRUNCATE)
+    enqueuer = connect()
+    staged = background(stage, enqueuer, "a", "b")
+    wait_blocked(enqueuer.info.backend_pid)
+    truncating.commit()
+    assert_all_settles(conn, tick, [*staged.result(), *stage(conn, "a", "b")])
+
+
+@pytest.mark.parametrize("restart", ["restart identity", "continue identity"])
+def test_what_is_rolled_back_has_changed_nothing(conn, connect: Connect, tick: Tick, restart: str):
+    define(conn, **cap(2))
+    ids = stage(conn, *"aaabbb")
+    tick(conn, "p")
+    before = places(conn)
+    truncating = connect(autocommit=False)
+    truncating.execute(f"truncate procrastinate_jobs {restart} cascade")
+    truncating.rollback()
+    assert places(conn) == before
+    assert_all_settles(conn, tick, ids)
+
+
+def test_while_a_worker_ends_a_job(conn, connect: Connect, tick: Tick, background, wait_blocked):
+    define(conn)
+    stage(conn, "a", "b")
+    tick(conn, "p")
+    worker = connect(autocommit=False)
+    job_id = start(worker)
+    assert job_id is not None
+    truncating = connect()
+    truncated = background(truncating.execute, TRUNCATE)
+    wait_blocked(truncating.info.backend_pid)
+    finish(worker, job_id)
+    worker.commit()
+    truncated.result()
+    assert_all_settles(conn, tick, stage(conn, "a", "c"))
