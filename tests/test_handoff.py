@@ -252,7 +252,7 @@ def test_many_queueing_locks_in_an_open_transaction_hold_up_their_own_jobs_alone
     conn, connect, tick, clock, held
 ):
     define(conn, admission_batch_size=1000)
-    jobs = [{"args": {"k": 1}, "queueing_lock": f"q{n}"} for n in range(400)]
+    jobs: list[dict[str, Any]] = [{"args": {"k": 1}, "queueing_lock": f"q{n}"} for n in range(400)]
     stage(conn, *jobs, *({"args": {"k": 2}} for _ in range(50)))
     stranger = connect(autocommit=False)
     for n in range(held):

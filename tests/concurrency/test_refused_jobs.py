@@ -7,6 +7,7 @@ Case: a row-level policy refuses one staged job (42501), or an assert in a user'
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import psycopg
 import pytest
@@ -70,7 +71,7 @@ def stage(conn: psycopg.Connection, policy: str, *bad: str | None) -> list[int]:
     ]
 
 
-def done(results: list[dict[str, int]]) -> dict[str, tuple[int, int]]:
+def done(results: list[dict[str, Any]]) -> dict[str, tuple[int, int]]:
     return {
         result["policy_name"]: (result["jobs_admitted"], result["handoff_failures"])
         for result in results
