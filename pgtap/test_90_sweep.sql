@@ -1,6 +1,6 @@
 -- The sweep: slots and counters set right, lost workers, orphans, and what is forgotten.
 begin;
-select plan(83);
+select plan(85);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 
@@ -615,6 +615,20 @@ end;
 $$;
 select is((select count(*) from dispatch_dead_jobs where policy_name = 'late'), 1::bigint, 'so are those in a partition of a policy that is gone');
 select is((select count(*) from dispatch_partitions where policy_name = 'late'), 0::bigint, 'which goes as well');
+do $$
+begin
+  -- The same, and the policy comes back before the second sweep.
+  perform pg_temp.define('back', '{"gates": []}');
+  perform pg_temp.stage('back', 'b1'), pg_temp.stage('back', 'b2');
+  perform dispatch_fold('back', dispatch_now());
+  delete from dispatch_policies where policy_name = 'back';
+  perform dispatch_sweep();
+  perform pg_temp.define('back', '{"gates": []}');
+end;
+$$;
+select is((select jobs_admitted from dispatch_tick('back')), 2, 'where the policy is defined again before they are set aside, they go');
+select results_eq(
+  $$select pending_count, in_flight_count from dispatch_partitions where policy_name = 'back'$$, $$values (0::bigint, 2)$$, 'and are counted');
 
 -- Retries whose row in procrastinate is gone.
 do $$

@@ -443,6 +443,7 @@ set search_path from current
 as $$
 declare
   v_now constant timestamptz := dispatch_now();
+  v_partitions uuid[];
   v_waiting bigint[];
 begin
   perform dispatch_policy(p_name);
@@ -450,14 +451,13 @@ begin
   while dispatch_fold(p_name, v_now) > 0 loop
     null;
   end loop;
-  -- Waits for the ticks at work. What is staged meanwhile is an orphan, which the sweep sets aside.
-  perform 1 from dispatch_partitions where policy_name = p_name order by id for update;
+  -- Waits for the ticks at work. What is staged or made meanwhile is an orphan, which the sweep sets aside.
+  v_partitions := array(select id from dispatch_partitions where policy_name = p_name order by id for update);
 
   v_waiting := array(
     select s.id
-    from dispatch_partitions as p
-    join dispatch_staged_jobs as s on s.partition_id = p.id
-    where p.policy_name = p_name
+    from unnest(v_partitions) as partition_id
+    join dispatch_staged_jobs as s using (partition_id)
   );
   if cardinality(v_waiting) > 0 and not p_force then
     perform dispatch_raise('PD005', format('policy %L still holds %s jobs', p_name, cardinality(v_waiting)), null,
@@ -466,7 +466,7 @@ begin
   perform dispatch_bury(v_waiting, array_fill('policy dropped'::text, array[cardinality(v_waiting)]), v_now);
 
   delete from dispatch_inflight_jobs where policy_name = p_name;
-  delete from dispatch_partitions where policy_name = p_name;
+  delete from dispatch_partitions where id = any (v_partitions);
   -- A note of a job that was just staged is left: it leads the sweep to the orphan.
   delete from dispatch_inbox where policy_name = p_name and kind <> 'staged';
   delete from dispatch_pauses where policy_name = p_name;

@@ -245,16 +245,18 @@ begin
       forgotten := forgotten + 1;
     end if;
 
-    -- A tick that began before its policy was dropped may commit after it. The note leads to the jobs that wait.
+    -- A tick that began before its policy was dropped may commit after it. The note leads to the jobs that wait: the next sweep,
+    -- or should the policy be defined again before that, a tick.
     with gone as (
       delete from dispatch_partitions as p
       where p.id = v_id
         and not exists (select from dispatch_policies as policy where policy.policy_name = p.policy_name)
-      returning p.policy_name
+      returning *
     )
-    insert into dispatch_inbox (policy_name, partition_id, kind)
-    select policy_name, v_id, 'removed'
-    from gone;
+    insert into dispatch_inbox (policy_name, partition_id, kind, jobs, due_at, newest_id, partition_key, shard, context)
+    select policy_name, id, 'staged', pending_count, coalesce(due_at, p_now), newest_id, partition_key, shard, context
+    from gone
+    where exists (select from dispatch_staged_jobs as s where s.partition_id = gone.id);
   end loop;
 end;
 $$;

@@ -77,6 +77,33 @@ def test_when_it_is_dropped_in_the_middle_of_a_tick_each_job_is_handed_off_or_de
     assert_each_ends_or_is_dead(conn, ids)
 
 
+def test_a_partition_that_a_tick_commits_in_the_middle_of_the_drop_is_left_to_the_sweep(
+    tick: Tick,
+    stops: Stops,
+    conn,
+    connect: Connect,
+    background: Background,
+    wait_blocked,
+):
+    define(conn, **cap(1, full_backoff=1000))
+    ids = stage(conn, "a", "a")
+    tick(conn, "p")
+    ids += stage(conn, "b", "b")
+    slow = connect(options=Stops.options("commit"))
+    ticked = background(tick, slow, "p")
+    stops.wait(slow.info.backend_pid)
+    holding, dropping = connect(autocommit=False), connect()
+    holding.execute("lock table dispatch_dead_jobs in share mode")
+    dropped = background(drop, dropping)
+    # It knows what waits, and is about to write that down.
+    wait_blocked(dropping.info.backend_pid)
+    stops.release()
+    ticked.result()
+    holding.rollback()
+    dropped.result()
+    assert_each_ends_or_is_dead(conn, ids)
+
+
 def test_a_policy_that_is_dropped_and_defined_again_goes_on_with_what_was_late(
     tick: Tick, conn, connect: Connect
 ):
