@@ -152,10 +152,10 @@ def pgtap_connection(server: EmbeddedPostgres) -> Iterator[psycopg.Connection]:
         yield conn
 
 
-def start_server() -> EmbeddedPostgres:
+def start_server(**settings: str) -> EmbeddedPostgres:
     """Start a server that holds the template database."""
     # A vacuum in the midst of a test would change plans now and then.
-    server = EmbeddedPostgres(settings={"autovacuum": "off"}, folder=memory())
+    server = EmbeddedPostgres(settings={"autovacuum": "off", **settings}, folder=memory())
     try:
         with psycopg.connect(server.dsn(), autocommit=True) as conn:
             conn.execute(sql.SQL("create database {}").format(sql.Identifier(TEMPLATE)))

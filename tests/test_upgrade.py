@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +14,7 @@ from procrastinate.schema import SchemaManager
 from psycopg import sql
 
 from pydispatch.embedded import EmbeddedPostgres
+from pydispatch.errors import MigrationRefused
 from pydispatch.migrate import migrate, sql_root
 from tests.support import wait_for
 
@@ -294,4 +296,180 @@ def test_the_upgrade_to_one_id_waits_for_a_tick_and_holds_up_nobody_meanwhile(
         landed.execute("set lock_timeout = '5 s'; select from dispatch_inflight_jobs for share")
         assert not upgrade.done()
         tick.commit()
+        assert "migrations/0010_one_id.sql" in upgrade.result(timeout=30)
+
+
+def test_each_job_can_be_found_ended_and_tried_again_after_the_upgrade(
+    landed: psycopg.Connection,
+) -> None:
+    def one(query: str) -> object:
+        row = landed.execute(query.encode()).fetchone()
+        return None if row is None else row[0]
+
+    def jobs_and_slots() -> list[tuple[int, int]]:
+        landed.execute("select dispatch_tick('p')")
+        return landed.execute(
+            "select in_flight_count - (select count(*) from dispatch_inflight_jobs),"
+            " pending_count - (select count(*) from dispatch_staged_jobs) from dispatch_partitions"
+        ).fetchall()
+
+    before = one("select count(*) from procrastinate_jobs")
+    migrate(landed)
+    words = landed.execute(
+        "select id, dispatch_job_status(id)"
+        " from unnest('{1,8,10,102,103,104,105,106,107,113}'::bigint[]) as id"
+    ).fetchall()
+    assert dict(words) == {
+        1: "todo",
+        8: "failed",
+        10: "cancelled",
+        102: "todo",
+        103: "doing",
+        104: "succeeded",
+        105: "failed",
+        106: "todo",
+        107: "failed",
+        113: "succeeded",
+    }
+
+    # A staged one is cancelled: procrastinate has it then, with its events.
+    assert one("select dispatch_cancel(1)") is True
+    assert one("select status::text from procrastinate_jobs where id = 1") == "cancelled"
+    assert landed.execute(
+        "select type::text from procrastinate_events where job_id = 1 order by id"
+    ).fetchall() == [("deferred",), ("cancelled",)]
+    # A retry is cancelled: its row has no far schedule any more.
+    assert one("select dispatch_cancel(106)") is True
+    assert landed.execute(
+        "select status::text, scheduled_at, queueing_lock from procrastinate_jobs where id = 106"
+    ).fetchall() == [("cancelled", None, "lock")]
+    assert jobs_and_slots() == [(0, 0)]
+
+    # One that runs is tried again, and one that is queued is deleted.
+    landed.execute("select procrastinate_retry_job_v2(103, null, null, null, null)")
+    landed.execute("delete from procrastinate_jobs where id = 102")
+    assert one("select parked from dispatch_staged_jobs where id = 103") is True
+    assert jobs_and_slots() == [(0, 0)]
+    assert one("select state from dispatch_job(103)") == "queued"
+    assert one("select count(*) from dispatch_job_states(102)") == 0
+
+    # A dead one that had been tried before comes back, under the same id, and ends.
+    landed.execute("select dispatch_requeue_dead(107)")
+    assert one("select parked from dispatch_staged_jobs where id = 107") is True
+    assert jobs_and_slots() == [(0, 0)]
+    assert landed.execute(
+        "select status::text, attempts, scheduled_at, priority from procrastinate_jobs"
+        " where id = 107"
+    ).fetchall() == [("todo", 1, None, 0)]
+    landed.execute("update procrastinate_jobs set status = 'doing' where id = 107")
+    landed.execute("select procrastinate_finish_job_v1(107, 'succeeded', false)")
+    assert one("select state from dispatch_job(107)") == "finished"
+    assert jobs_and_slots() == [(0, 0)]
+
+    # A new one has an id that no job ever had.
+    new = landed.execute("select dispatch_stage('p', 't', '{\"k\": \"a\"}')").fetchone()
+    assert new is not None
+    assert new[0] > 1000
+    assert jobs_and_slots() == [(0, 0)]
+    # The one with a queueing lock, the new one, and the one that was staged and cancelled.
+    assert one("select count(*) from procrastinate_jobs") == int(str(before)) - 1 + 3
+    assert one("select count(*) from procrastinate_events where at > '2999-01-01'") == 0
+
+
+def test_a_worker_that_goes_after_the_upgrade_touches_no_parked_retry(
+    landed: psycopg.Connection,
+) -> None:
+    landed.execute(
+        "insert into procrastinate_workers (id) overriding system value values (7), (8);"
+        "update procrastinate_jobs set worker_id = 7 where id in (106, 107)"
+    )
+    migrate(landed)
+    landed.execute("select procrastinate_unregister_worker_v1(7)")
+    landed.execute("select dispatch_discard_dead(107)")
+    landed.execute("select dispatch_cancel(1), dispatch_cancel(9)")
+    landed.execute("select dispatch_tick('p')")
+    assert landed.execute("select state from dispatch_job(106)").fetchone() == ("queued",)
+    assert (
+        landed.execute(
+            "select job_id, at from procrastinate_events where at > '2999-01-01'"
+        ).fetchall()
+        == []
+    )
+
+
+# case: ids were given out twice, since procrastinate's tables were truncated and its ids restarted
+def test_jobs_whose_ids_were_given_out_twice_are_all_kept(landed: psycopg.Connection) -> None:
+    landed.execute(
+        """
+        -- A staged and a dead one have the ids of retries' rows, and one a finished job's.
+        update dispatch_staged_jobs set id = 106 where id = 1;
+        update dispatch_dead_jobs set id = 107 where id = 8;
+        update dispatch_staged_jobs set id = 104 where id = 9;
+        """
+    )
+    migrate(landed)
+    assert landed.execute(
+        "select task_name, parked, id in (104, 106, 107) from dispatch_staged_jobs order by 1"
+    ).fetchall() == [("locked", False, False), ("parked", True, True), ("staged", False, False)]
+    assert landed.execute(
+        "select task_name, parked, id = 107 from dispatch_dead_jobs order by 1"
+    ).fetchall() == [("dead", False, False), ("dead retry", True, True)]
+
+
+@pytest.mark.parametrize(
+    "holder",
+    [
+        "select from dispatch_staged_jobs for update",
+        "select from dispatch_admissions",
+        "update procrastinate_jobs set priority = 1 where id = 104",
+    ],
+)
+def test_the_upgrade_to_one_id_gives_up_after_10_s_and_has_changed_nothing(
+    landed: psycopg.Connection, admin: psycopg.Connection, holder: str
+) -> None:
+    def facts() -> list[tuple[object, ...]]:
+        return landed.execute(
+            "select id, job_id, task_name from dispatch_staged_jobs order by 1"
+        ).fetchall()
+
+    before = facts()
+    with psycopg.connect(landed.info.dsn) as other:
+        other.execute(holder.encode())
+        begin = time.monotonic()
+        with pytest.raises(MigrationRefused) as caught:
+            migrate(landed.info.dsn)
+        assert 9 < time.monotonic() - begin < 30
+        assert caught.value.sqlstate == "55P03"
+        assert facts() == before
+    assert migrate(landed)[0] == "migrations/0010_one_id.sql"
+    names = landed.execute("select task_name from dispatch_staged_jobs order by 1").fetchall()
+    assert names == [("locked",), ("parked",), ("staged",)]
+
+
+@pytest.mark.parametrize("mode", ["access share", "row share"])
+def test_who_reads_or_fetches_puts_the_upgrade_to_one_id_off_and_gets_what_it_wants_next(
+    landed: psycopg.Connection, admin: psycopg.Connection, tmp_path: Path, mode: str
+) -> None:
+    tries = "select 1 from pg_stat_activity where datname = %s and wait_event = 'PgSleep'"
+    # A trigger, and a function that cannot be replaced in place: so all are dropped and made anew.
+    (tmp_path / "landed" / "functions" / "70_procrastinate.sql").write_text(
+        "create or replace function dispatch_cancel(p_staged_id bigint) returns boolean"
+        " language sql return false;\n"
+        "create or replace function dispatch_retried() returns trigger language plpgsql as"
+        " $$ begin return new; end $$;\n"
+        "create or replace trigger dispatch_retried before update of status on procrastinate_jobs"
+        " for each row when (new.status = 'todo') execute function dispatch_retried();\n"
+    )
+    migrate(landed, root=tmp_path / "landed")
+    with ThreadPoolExecutor() as threads, psycopg.connect(landed.info.dsn) as worker:
+        # As a worker's fetch does, before it asks for the lock to change a row.
+        worker.execute(f"lock table procrastinate_jobs in {mode} mode".encode())
+        upgrade = threads.submit(migrate, landed.info.dsn)
+        wait_for(lambda: upgrade.done() or admin.execute(tries, [landed.info.dbname]).fetchone())
+        # Nobody stands behind the upgrade, be it for a while.
+        for _ in range(20):
+            landed.execute("set lock_timeout = '5 s'; update procrastinate_jobs set args = '{}'")
+        worker.execute("update procrastinate_jobs set priority = 1 where id = 104")
+        assert not upgrade.done()
+        worker.commit()
         assert "migrations/0010_one_id.sql" in upgrade.result(timeout=30)

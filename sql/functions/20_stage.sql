@@ -169,17 +169,20 @@ as $$
 declare
   v_now constant timestamptz := dispatch_now();
   v_policy constant dispatch_policies := dispatch_policy(p_policy);
+  v_new_ids bigint[];
   v_ids bigint[];
   v_staged bigint;
   v_held record;
   v_full record;
 begin
   perform dispatch_refuse_jobs(p_jobs);
+  -- Before the tables are touched, as whoever truncates procrastinate's does: sequence, then tables.
+  v_new_ids := array(select dispatch_next_job_id() from jsonb_array_elements(p_jobs));
 
   -- Materialized, each step, so that what a step makes is made once and not wherever a later step names it.
   with given as materialized (
     select
-      dispatch_next_job_id() as id,
+      v_new_ids[position] as id,
       position,
       job,
       coalesce(nullif(job -> 'args', 'null'), '{}') as args,
@@ -326,9 +329,10 @@ begin
   v_partition_key := dispatch_partition_key(v_policy.partition_by, v_context);
   v_partition_id := dispatch_partition_id(p_policy, v_partition_key);
 
+  v_id := dispatch_next_job_id();
   insert into dispatch_staged_jobs (id, partition_id, eligible_at, staged_at, scheduled_at, priority, policy_name, partition_key,
     task_name, queue_name, lock, args, context)
-  values (dispatch_next_job_id(), v_partition_id, coalesce(p_scheduled_at, '-infinity'), v_now, p_scheduled_at, p_priority, p_policy,
+  values (v_id, v_partition_id, coalesce(p_scheduled_at, '-infinity'), v_now, p_scheduled_at, p_priority, p_policy,
     v_partition_key, p_task_name, coalesce(p_queue_name, v_policy.queue_name), p_lock, p_args, v_context)
   returning id into v_id;
   insert into dispatch_inbox (policy_name, partition_id, kind, jobs, due_at, newest_id, partition_key, shard, context)

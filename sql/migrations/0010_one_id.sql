@@ -6,10 +6,15 @@
 do $$
 declare
   v_until constant timestamptz := clock_timestamp() + interval '10 seconds';
+  -- Triggers that are there are dropped and made anew. To ask for that later would be a deadlock with a worker that fetches.
+  v_mode constant text := case
+    when exists (select from pg_trigger where tgrelid = 'procrastinate_jobs'::regclass and tgname ~ 'dispatch_') then 'access exclusive'
+    else 'share row exclusive'
+  end;
 begin
   loop
     begin
-      lock table procrastinate_jobs in share row exclusive mode nowait;
+      execute format('lock table procrastinate_jobs in %s mode nowait', v_mode);
       lock table dispatch_policies, dispatch_staged_jobs, dispatch_inflight_jobs, dispatch_admissions, dispatch_dead_jobs,
         dispatch_handoffs in access exclusive mode nowait;
       return;
@@ -66,7 +71,11 @@ drop index dispatch_inflight_jobs_partition_idx;
 
 alter table dispatch_staged_jobs add column parked boolean not null default false;
 comment on column dispatch_staged_jobs.parked is 'A retry: its row in procrastinate_jobs, of the same id, is parked until the policy admits it again.';
+-- Ids were given out twice, by a sequence that was set back: a job that procrastinate does not have yet gets a new one.
+alter table dispatch_staged_jobs drop constraint dispatch_staged_jobs_pkey;
+update dispatch_staged_jobs set id = nextval('procrastinate_jobs_id_seq') where job_id is null and id in (select id from procrastinate_jobs);
 update dispatch_staged_jobs set (id, parked) = (job_id, true) where job_id is not null;
+alter table dispatch_staged_jobs add constraint dispatch_staged_jobs_pkey primary key (id);
 alter table dispatch_staged_jobs drop column job_id;
 create unique index dispatch_staged_jobs_queueing_lock_idx on dispatch_staged_jobs (queueing_lock) where queueing_lock is not null and not parked;
 create index dispatch_staged_jobs_parked_idx on dispatch_staged_jobs (id) where parked;
@@ -74,7 +83,10 @@ comment on column dispatch_staged_jobs.id is 'The job''s id, from procrastinate'
 
 alter table dispatch_dead_jobs add column parked boolean not null default false;
 comment on column dispatch_dead_jobs.parked is 'A retry: its row in procrastinate_jobs, of the same id, is parked.';
+alter table dispatch_dead_jobs drop constraint dispatch_dead_jobs_pkey;
+update dispatch_dead_jobs set id = nextval('procrastinate_jobs_id_seq') where job_id is null and id in (select id from procrastinate_jobs);
 update dispatch_dead_jobs set (id, parked) = (job_id, true) where job_id is not null;
+alter table dispatch_dead_jobs add constraint dispatch_dead_jobs_pkey primary key (id);
 alter table dispatch_dead_jobs drop column job_id;
 comment on column dispatch_dead_jobs.id is 'The job''s id.';
 
