@@ -1,6 +1,6 @@
 -- max_queued: how many of a policy's jobs may wait in procrastinate's queue, and who goes when there is little room.
 begin;
-select plan(84);
+select plan(103);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 set local timezone = 'UTC';
@@ -217,8 +217,7 @@ do $$
 begin
   perform pg_temp.at(100);
   perform pg_temp.define('weights', 12, '{"fairness": {"weight": {"ctx": "w"}}}');
-  perform pg_temp.stage('weights', 50, 'a', '{"w": 3}');
-  perform pg_temp.stage('weights', 50, 'b', '{"w": 1}');
+  perform pg_temp.stage('weights', 3, 'a', '{"w": 3}'), pg_temp.stage('weights', 1, 'b', '{"w": 1}') from generate_series(1, 16);
 end;
 $$;
 select is(pg_temp.shares('weights'), 'a9 b3', 'an empty queue that cannot take all is shared by weight');
@@ -426,5 +425,106 @@ select is(
   'beside the one that was left out of the last room, as many as a tick looks at are told that the queue is full');
 select is((select string_agg(due_at::text, ' ' order by due_at) from dispatch_partitions where policy_name = 'place' and partition_key in ('p3', 'p4')),
   format('%s %s', pg_temp.clock(4003), pg_temp.clock(4004)), 'and are due as before, at the head of all others');
+-- What came to the queue later and was deferred before goes before; not for ever.
+do $$
+begin
+  perform pg_temp.at(5000);
+  perform pg_temp.define('order', 4);
+  perform pg_temp.stage('order', 60, 'a');
+  perform dispatch_tick('order');
+  perform pg_temp.at(5001);
+  perform pg_temp.stage('order', 1, 'b');
+  perform dispatch_force_admit('order', 'b', 1);
+  perform pg_temp.start('order', 1);
+end;
+$$;
+create function pg_temp.start_and_tick(p_seconds double precision)
+returns text
+language plpgsql
+as $$
+begin
+  perform pg_temp.at(p_seconds), pg_temp.start('order', 1);
+  return pg_temp.tick('order')::text;
+end;
+$$;
+-- Would a tick admit a job of this partition, if it were staged?
+create function pg_temp.goes(p_key text, p_more jsonb)
+returns boolean
+language plpgsql
+as $$
+declare
+  v_admitted bigint;
+begin
+  begin
+    perform dispatch_stage_many('order', jsonb_build_array(jsonb_build_object('task_name', 'order', 'context', jsonb_build_object('k', p_key)) || p_more));
+    perform dispatch_tick('order');
+    select total_admitted into v_admitted from dispatch_partitions where policy_name = 'order' and partition_key = p_key;
+    raise exception using errcode = 'UNDO1';
+  exception
+    when sqlstate 'UNDO1' then
+      return v_admitted > 0;
+  end;
+end;
+$$;
+-- The one of b while something is changed about it: is it still waited for?
+create function pg_temp.holds(p_change text)
+returns boolean
+language plpgsql
+as $$
+declare
+  v_held boolean;
+begin
+  begin
+    execute p_change using (select job_id from dispatch_inflight_jobs where policy_name = 'order' and partition_key = 'b');
+    v_held := (pg_temp.tick('order')).jobs = 0;
+    raise exception using errcode = 'UNDO1';
+  exception
+    when sqlstate 'UNDO1' then
+      return v_held;
+  end;
+end;
+$$;
+select is(
+  (select string_agg(pg_temp.start_and_tick(5001 + n), ' ' order by n) from generate_series(1, 4) as n), '(1,{}) (1,{}) (1,{}) (1,{})',
+  'of a tenant that came before, as many go before a job in the queue as wait there');
+select is(pg_temp.start_and_tick(5006), '(0,"{""queue_full"": 1}")', 'but not one more');
+select is(pg_temp.tick('order')::text, '(0,"{""queue_full"": 1}")', 'however often one ticks');
+select is(dispatch_next_due('order'), pg_temp.clock(5006.25), 'a driver is to look again after a quarter of a second');
+select results_eq(
+  $$select item, blocks, reason, numbers - 'state', message
+    from dispatch_explain((select min(id) from dispatch_staged_jobs where policy_name = 'order')) where item = 'order'$$,
+  $$select 'order', true, 'queue_full', jsonb_build_object('job_id', job_id),
+    format('It would go before job %s, which waits for a worker and was let wait for enough others.', job_id)
+    from dispatch_inflight_jobs where policy_name = 'order' and partition_key = 'b'$$,
+  'explain says so');
+select results_eq(
+  $$select blocks, reason from dispatch_explain((select min(id) from dispatch_staged_jobs where policy_name = 'order')) where item = 'job'$$,
+  $$values (true, 'queue_full')$$, 'in the first row as well');
+select is(pg_temp.goes('c', more), goes, sentence)
+from (values
+  ('{}'::jsonb, true, 'what was deferred after it goes meanwhile'),
+  ('{"priority": -1}', true, 'also with a lower priority')
+) as jobs (more, goes, sentence);
+update dispatch_staged_jobs set priority = 1 where id = (select max(id) from dispatch_staged_jobs where policy_name = 'order');
+select is((pg_temp.tick('order')).jobs, 1, 'and so does what has a higher priority');
+update dispatch_staged_jobs set queue_name = 'elsewhere' where id = (select min(id) from dispatch_staged_jobs where policy_name = 'order');
+do $$ begin perform pg_temp.start('order', 1); end; $$;
+select is((pg_temp.tick('order')).jobs, 1, 'or is for another queue');
+do $$ begin perform pg_temp.define('order', 10); end; $$;
+select is(pg_temp.holds(change), holds, sentence)
+from (values
+  ('select $1', true, 'while it may start it holds them'),
+  ('update procrastinate_jobs set scheduled_at = dispatch_now() + interval ''1 s'' where id = $1', false, 'not when it is put off'),
+  ('update procrastinate_jobs set scheduled_at = dispatch_now() where id = $1', true, 'to a time that has not come'),
+  ('update procrastinate_jobs set lock = ''l'' where id = $1', true, 'with a lock of its own it does'),
+  ('update procrastinate_jobs set lock = ''l'' where id = $1 or id = (select id from procrastinate_jobs where status = ''doing'' limit 1)', false,
+    'not with a running job''s'),
+  ('update procrastinate_jobs set lock = ''l'' where id = $1 or id = (select id from procrastinate_jobs where status = ''todo'' order by id limit 1)', false,
+    'nor with that of one before it'),
+  ('update procrastinate_jobs set lock = ''l'', priority = 1 where id = $1', false, 'with a priority of its own it goes first anyway'),
+  ('update dispatch_policies set max_queued = null where $1 > 0 and policy_name = ''order''', false, 'and without a bound there is no waiting')
+) as changes (change, holds, sentence);
+do $$ begin perform pg_temp.start('order', 10), pg_temp.at(5010); end; $$;
+select is((pg_temp.tick('order')).jobs, 10, 'once it has started, all go on');
 select * from finish();
 rollback;

@@ -1,6 +1,7 @@
 -- How many of a policy's jobs may wait in procrastinate's queue. procrastinate runs its queue in the order of staging, so a
 -- tenant that came first with many would go first with all of them: what is fair between tenants is so only before.
--- Invariant: with any number of ticks at once, no tick adds to a queue of max_queued jobs.
+-- Invariants: with any number of ticks at once, no tick adds to a queue of max_queued jobs; and while a job waits in the queue,
+-- ticks hand over about as many as are queued that go before it, and no more.
 
 create or replace function dispatch_counts_until(p_policy dispatch_policies, p_now timestamptz)
 returns timestamptz
@@ -88,13 +89,14 @@ $$;
 comment on function dispatch_slots_up_to(text, timestamptz, integer) is 'How many slots a policy''s jobs hold as of a time, counted up to a limit.';
 
 create or replace function dispatch_budget(
-  p_policy dispatch_policies, p_now timestamptz, out jobs integer, out reason text, out scarce boolean
+  p_policy dispatch_policies, p_now timestamptz, out room integer, out jobs integer, out reason text, out scarce boolean
 )
 language plpgsql
 stable
 as $$
 begin
-  jobs := dispatch_queue_room(p_policy, p_now);
+  room := dispatch_queue_room(p_policy, p_now);
+  jobs := room;
   reason := 'queue_full';
   if p_policy.tick_admission_budget < jobs or jobs is null then
     jobs := p_policy.tick_admission_budget;
@@ -103,7 +105,84 @@ begin
   scarce := jobs < p_policy.max_queued - p_policy.max_queued / 2 or reason = 'budget_exhausted';
 end;
 $$;
-comment on function dispatch_budget(dispatch_policies, timestamptz) is 'What the claims of the next tick of a policy have to share: so many jobs (null: no limit), and the reason for those who get none. scarce = it is a budget, or less than half of the queue is free.';
+comment on function dispatch_budget(dispatch_policies, timestamptz) is 'What the claims of the next tick of a policy have to share: the room in the queue, so many jobs (null: no limit), and the reason for those who get none. scarce = it is a budget, or less than half of the queue is free.';
+
+-- What was deferred before goes before what is queued. So a tenant with much from before would go on overtaking those that came
+-- later, however few are queued, as long as each tick hands over more of it.
+create or replace function dispatch_overdue(
+  p_policy dispatch_policies, p_above bigint, p_room integer, p_now timestamptz,
+  out queue_names text[], out priorities integer[], out ids bigint[]
+)
+language plpgsql
+stable
+set search_path from current
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_hashjoin = off
+set enable_mergejoin = off
+set jit = off
+set enable_sort = off
+as $$
+declare
+  -- As many as are queued, lest workers run out of jobs while one is waited for; of a short queue some more.
+  v_patience constant integer := greatest(p_policy.max_queued - p_room, least(p_policy.max_queued / 10, 100));
+  v_until constant timestamptz := dispatch_counts_until(p_policy, p_now);
+  v_since timestamptz;
+  v_before timestamptz;
+begin
+  -- Mostly jobs are handed over in the order of their ids, and none has a higher one.
+  select min(admitted_at) filter (where job_id > p_above) into v_since
+  from dispatch_inflight_jobs
+  where policy_name = p_policy.policy_name
+    and admitted_at <= v_until;
+  if v_since is not null then
+    v_before := (
+      select admitted_at
+      from dispatch_admissions
+      where policy_name = p_policy.policy_name
+        and admitted_at > v_since
+        and ending is null
+      order by admitted_at desc
+      offset v_patience
+      limit 1
+    );
+  end if;
+  if v_before is not null then
+    select * into queue_names, priorities, ids from dispatch_startable(p_policy.policy_name, p_above, least(v_before, v_until), p_now);
+  else
+    ids := '{}';
+  end if;
+end;
+$$;
+comment on function dispatch_overdue(dispatch_policies, bigint, integer, timestamptz) is 'Of a policy''s jobs that wait in the queue though more others were handed over after them than are queued (by p_room, for how many there is room), the highest id of each queue and priority, where it is above p_above: what has a lower one waits until they have started.';
+
+create or replace function dispatch_waits_for_queue(p_policy dispatch_policies, p_partition_id uuid, p_reason text, p_now timestamptz)
+returns boolean
+language plpgsql
+stable
+set search_path from current
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_sort = off
+as $$
+declare
+  v_first bigint;
+begin
+  if p_policy.max_queued is null then
+    return false;
+  end if;
+  if dispatch_queue_is_full(p_policy, p_now) then
+    return true;
+  end if;
+  if p_reason = 'queue_full' then
+    select id into v_first from dispatch_staged_jobs where partition_id = p_partition_id order by priority desc, eligible_at, id limit 1;
+  end if;
+  return v_first is not null and (dispatch_overdue(p_policy, v_first, dispatch_queue_room(p_policy, p_now), p_now)).ids <> '{}';
+end;
+$$;
+comment on function dispatch_waits_for_queue(dispatch_policies, uuid, text, timestamptz) is 'Would a tick find no room for a partition that is due, or no job of it that may go before what is overdue? p_reason: why the last tick denied it.';
 
 -- Ticks do not see what other ticks have handed off and not committed. So each announces how many it is about to hand off, by
 -- a lock that keeps nobody out, and only then looks: at what others have announced, and in a later statement at what is

@@ -197,18 +197,22 @@ end;
 $$;
 comment on function dispatch_pick(dispatch_claim[], timestamptz) is 'Locks the jobs that the claims allow and returns their ids in hand-off order, beside where their rows are and the ordinals of their claims; and which of the ids are contested: parked retries, and jobs with a queueing lock.';
 
-create or replace function dispatch_cut(p_handoff dispatch_handoffs, p_jobs integer)
+create or replace function dispatch_cut(p_handoff dispatch_handoffs, p_kept boolean[])
 returns dispatch_handoffs
 language plpgsql
 immutable
 parallel safe
 as $$
 declare
-  v_left constant integer[] := p_handoff.ordinals[p_jobs + 1:];
+  v_left integer[];
 begin
-  p_handoff.staged_ids := p_handoff.staged_ids[:p_jobs];
-  p_handoff.places := p_handoff.places[:p_jobs];
-  p_handoff.ordinals := p_handoff.ordinals[:p_jobs];
+  select
+    coalesce(array_agg(id order by turn) filter (where kept), '{}'),
+    coalesce(array_agg(place order by turn) filter (where kept), '{}'),
+    coalesce(array_agg(ordinal order by turn) filter (where kept), '{}'),
+    coalesce(array_agg(distinct ordinal) filter (where not kept), '{}')
+  into p_handoff.staged_ids, p_handoff.places, p_handoff.ordinals, v_left
+  from unnest(p_handoff.staged_ids, p_handoff.places, p_handoff.ordinals, p_kept) with ordinality as jobs (id, place, ordinal, kept, turn);
   p_handoff.contested_ids := array(select unnest(p_handoff.contested_ids) intersect select unnest(p_handoff.staged_ids));
   p_handoff.claims := array(
     select case
@@ -223,7 +227,49 @@ begin
   return p_handoff;
 end;
 $$;
-comment on function dispatch_cut(dispatch_handoffs, integer) is 'A hand-off of its first p_jobs jobs only: other ticks have taken the room for the rest.';
+comment on function dispatch_cut(dispatch_handoffs, boolean[]) is 'A hand-off of only those of its jobs, in their order, that p_kept says.';
+
+create or replace function dispatch_cut_overtakers(p_policy dispatch_policies, p_handoff dispatch_handoffs, p_room integer)
+returns dispatch_handoffs
+language plpgsql
+stable
+set search_path from current
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_hashjoin = off
+set enable_mergejoin = off
+set jit = off
+as $$
+declare
+  v_overdue record;
+  v_kept boolean[];
+begin
+  if p_policy.max_queued is null or p_handoff.staged_ids = '{}' then
+    return p_handoff;
+  end if;
+  v_overdue := dispatch_overdue(p_policy, (select min(id) from unnest(p_handoff.staged_ids) as id), p_room, p_handoff.decided_at);
+  if v_overdue.ids = '{}' then
+    return p_handoff;
+  end if;
+  v_kept := array(
+    select not exists (
+      select
+      from unnest(v_overdue.queue_names, v_overdue.priorities, v_overdue.ids) as overdue (queue_name, priority, id)
+      where overdue.queue_name = job.queue_name
+        and overdue.priority = job.priority
+        and overdue.id > job.id
+    )
+    from unnest(p_handoff.places) with ordinality as picked (place, turn)
+    cross join lateral (
+      select s.id, s.queue_name, s.priority from dispatch_staged_jobs as s where s.ctid = picked.place
+    ) as job
+    order by picked.turn
+  );
+  return dispatch_cut(p_handoff, v_kept);
+end;
+$$;
+comment on function dispatch_cut_overtakers(dispatch_policies, dispatch_handoffs, integer) is 'A hand-off without the jobs that would go before one that is overdue in the queue, in which there is p_room.';
 
 create or replace function dispatch_decide(p_policy dispatch_policies, p_shard text)
 returns dispatch_handoffs
@@ -269,9 +315,11 @@ begin
     select ids, places, ordinals, contested
     into v_handoff.staged_ids, v_handoff.places, v_handoff.ordinals, v_handoff.contested_ids
     from dispatch_pick(v_handoff.claims, v_handoff.decided_at);
+    v_handoff := dispatch_cut_overtakers(p_policy, v_handoff, v_budget.room);
     v_jobs := dispatch_take_room(p_policy, cardinality(v_handoff.staged_ids), v_handoff.decided_at);
     if v_jobs < cardinality(v_handoff.staged_ids) then
-      v_handoff := dispatch_cut(v_handoff, v_jobs);
+      -- Other ticks have taken the room for the rest.
+      v_handoff := dispatch_cut(v_handoff, array(select turn <= v_jobs from generate_series(1, cardinality(v_handoff.staged_ids)) as turn));
     end if;
   end if;
   return v_handoff;

@@ -462,6 +462,54 @@ end;
 $$;
 comment on function dispatch_running_count(text, timestamptz) is 'How many of the jobs that hold a policy''s slots as of a time run.';
 
+-- A lock's jobs run one after the other, in the order of the queue; so only the first of them can be next.
+create or replace function dispatch_startable(
+  p_policy text, p_above bigint, p_before timestamptz, p_now timestamptz, out queue_names text[], out priorities integer[], out ids bigint[]
+)
+language plpgsql
+stable
+set search_path from current
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_mergejoin = off
+set jit = off
+as $$
+begin
+  with waiting as materialized (
+    select job.*
+    from dispatch_inflight_jobs as slot
+    cross join lateral (
+      select j.id, j.queue_name, j.priority, j.lock
+      from procrastinate_jobs as j
+      where j.id = slot.job_id
+        and j.id > p_above
+        and j.status = 'todo'
+        and (j.scheduled_at is null or j.scheduled_at <= p_now)
+      order by j.id
+      limit 1
+    ) as job
+    where slot.policy_name = p_policy
+      and slot.admitted_at < p_before
+  ), first as (
+    select distinct on (j.lock) j.id
+    from procrastinate_jobs as j
+    where j.status in ('todo', 'doing')
+      and j.lock in (select lock from waiting where lock is not null)
+    order by j.lock, (j.status = 'doing') desc, j.priority desc, j.id
+  ), foremost as (
+    select queue_name, priority, max(id) as id
+    from waiting
+    where lock is null
+      or id in (select first.id from first)
+    group by queue_name, priority
+  )
+  select coalesce(array_agg(queue_name), '{}'), coalesce(array_agg(priority), '{}'), coalesce(array_agg(id), '{}')
+  into queue_names, priorities, ids
+  from foremost;
+end;
+$$;
+comment on function dispatch_startable(text, bigint, timestamptz, timestamptz) is 'Of a policy''s jobs that were handed off before a time and that a worker could start now, the highest id of each queue and priority, where it is above p_above.';
+
 create or replace function dispatch_slot_counts(p_now timestamptz)
 returns table (policy_name text, queued bigint, running bigint, oldest_queued_at timestamptz)
 language plpgsql

@@ -70,19 +70,20 @@ begin
       when exists (select from dispatch_inbox as i where i.policy_name = policy.policy_name) then dispatch_now()
       when exists (select from dispatch_pauses as pause where pause.id = dispatch_partition_id(policy.policy_name, null)) then null
       -- A worker that takes a job makes room, and tells nobody.
-      when due.at <= dispatch_now() and dispatch_queue_is_full(policy, dispatch_now()) then dispatch_now() + interval '250 milliseconds'
+      when due.at <= dispatch_now() and dispatch_waits_for_queue(policy, due.partition_id, due.reason, dispatch_now()) then
+        dispatch_now() + interval '250 milliseconds'
       else due.at
     end)
     from dispatch_policies as policy
     left join lateral (
-      select p.due_at
+      select p.due_at, p.id, p.blocked_reason
       from dispatch_partitions as p
       where p.policy_name = policy.policy_name
         and p.due_at < 'infinity'
         and (p_shard is null or p.shard = p_shard)
       order by p.due_at
       limit 1
-    ) as due (at) on true
+    ) as due (at, partition_id, reason) on true
     where p_policy is null or policy.policy_name = p_policy
   );
 end;

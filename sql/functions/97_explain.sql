@@ -281,6 +281,38 @@ end;
 $$;
 comment on function dispatch_explain_budget(dispatch_policies, uuid, integer, integer, timestamptz) is 'The row for tick_admission_budget, or where that is less for the room in the queue (unless that is half free and holds nobody): the part in whether the job at a place of its partition may go, of which the gates let p_allowed pass.';
 
+create or replace function dispatch_explain_order(p_job dispatch_staged_jobs, p_policy dispatch_policies, p_now timestamptz)
+returns setof dispatch_explanation
+language plpgsql
+stable
+as $$
+declare
+  v_room constant integer := dispatch_queue_room(p_policy, p_now);
+  v_overdue record;
+  v_id bigint;
+  v_row dispatch_explanation;
+begin
+  -- A full queue says so by itself.
+  if coalesce(v_room, 0) = 0 then
+    return;
+  end if;
+  v_overdue := dispatch_overdue(p_policy, p_job.id, v_room, p_now);
+  select id into v_id
+  from unnest(v_overdue.queue_names, v_overdue.priorities, v_overdue.ids) as overdue (queue_name, priority, id)
+  where queue_name = p_job.queue_name
+    and priority = p_job.priority;
+  if v_id is not null then
+    v_row.item := 'order';
+    v_row.blocks := true;
+    v_row.reason := 'queue_full';
+    v_row.numbers := jsonb_build_object('job_id', v_id);
+    v_row.message := format('It would go before job %s, which waits for a worker and was let wait for enough others.', v_id);
+    return next v_row;
+  end if;
+end;
+$$;
+comment on function dispatch_explain_order(dispatch_staged_jobs, dispatch_policies, timestamptz) is 'A row where a job would go before one that is overdue in the queue.';
+
 create or replace function dispatch_allowed_by(p_policy dispatch_policies, p_claim dispatch_claim, p_parts dispatch_explanation[])
 returns integer
 language sql
@@ -305,7 +337,7 @@ begin
   return v_parts || array(
     select e
     from dispatch_explain_budget(p_policy, p_job.partition_id, p_place, dispatch_allowed_by(p_policy, p_claim, v_parts), p_now) as e
-  );
+  ) || array(select e from dispatch_explain_order(p_job, p_policy, p_now) as e);
 end;
 $$;
 comment on function dispatch_explain_parts(dispatch_staged_jobs, dispatch_policies, dispatch_claim, integer, double precision, timestamptz) is 'All that has a part in whether the job at a place of its partition may go: its pauses, schedule and locks, the gates, the budget or the queue.';
@@ -402,7 +434,7 @@ begin
       when item = 'pause' then 'a pause ends by hand'
       when item = 'queueing_lock' then 'it depends on when another job starts'
       when item = 'budget' then 'other partitions have a part in the budget'
-      when item = 'queue' then 'it depends on how soon workers take what is queued'
+      when item in ('queue', 'order') then 'it depends on how soon workers take what is queued'
       when reason in ('rate_zero', 'max_zero') then format('gate %s lets nothing pass', gate_name)
       when gate_type = 'throttle' then format('gate %s has no token for it within a hundred years', gate_name)
       else format('how soon gate %s has room is not known, as its partition was admitted too little lately', gate_name)

@@ -163,8 +163,29 @@ def test_a_budget_is_shared_without_counting_the_backlog(big, tick: Tick):
         inbox=1,
         partitions=6,
         staged_jobs=BATCH + 4 * 10 + 50,
-        inflight_jobs=2 * 10,
+        inflight_jobs=3 * 10,
         procrastinate_jobs=10,
+    )
+
+
+def test_what_is_overdue_in_the_queue_is_found_among_what_is_queued(conn, tick: Tick):
+    no_vacuum(conn)
+    queued, running, staged = SMALL // 2, 10, 20
+    define(conn, max_queued=SMALL)
+    stage(conn, *["a"] * staged)
+    fill_history(conn, "p", LARGE // 10, running=running, queued=queued)
+    conn.execute("update dispatch_inflight_jobs set admitted_at = now() - interval '1 minute'")
+    conn.execute("vacuum analyze")
+    with reads(conn) as found:
+        (result,) = tick(conn, "p")
+    assert (result["jobs_admitted"], result["denied_reasons"]) == (0, {"queue_full": 1})
+    found.check(
+        inbox=2,
+        partitions=10,
+        staged_jobs=3 * staged + 10,
+        inflight_jobs=5 * (queued + running),
+        procrastinate_jobs=queued + 3 * running,
+        admissions=queued + running + 1,
     )
 
 
