@@ -16,7 +16,7 @@ import dataclasses
 import datetime
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from procrastinate import exceptions, types
@@ -29,6 +29,7 @@ from typing_extensions import LiteralString
 
 from pydispatch import errors
 from pydispatch.handoff import json_functions
+from pydispatch.runs import DOING, Ending, Runs
 from pydispatch.statements import AllJobs
 
 if TYPE_CHECKING:
@@ -120,6 +121,7 @@ class DispatchJobManager(JobManager):
         super().__init__(dispatch.app.connector)
         self.dispatch = dispatch
         self._json_dumps, _ = json_functions(dispatch.app.connector)
+        self._runs = Runs()
 
     def batch_defer_jobs(self, jobs: list[Job], connection: Any | None = None) -> list[Job]:
         """Stage or queue jobs, all or none; see procrastinate.
@@ -200,16 +202,118 @@ class DispatchJobManager(JobManager):
         Raises:
             procrastinate.exceptions.ConnectorException: No job with this id waits or runs.
         """
+        arguments = {"status": status.value, "delete_job": delete_job}
+        async with self._saying(job_id, "finish_job", arguments):
+            try:
+                await super().finish_job_by_id_async(job_id, status, delete_job)
+            except exceptions.ConnectorException as error:
+                # A worker's jobs are all procrastinate's, so it is asked first.
+                if not _is_not_found(error):
+                    raise
+                (row,) = await self._rows_async(None, END_STAGED, {"job_id": job_id, **arguments})
+                if not row["ended"]:
+                    raise
+
+    async def retry_job_by_id_async(
+        self,
+        job_id: int,
+        retry_at: datetime.datetime,
+        priority: int | None = None,
+        queue: str | None = None,
+        lock: str | None = None,
+    ) -> None:
+        """Let a job run again; see procrastinate."""
+        arguments = {
+            "retry_at": retry_at,
+            "new_priority": priority,
+            "new_queue_name": queue,
+            "new_lock": lock,
+        }
+        async with self._saying(job_id, "retry_job", arguments):
+            await super().retry_job_by_id_async(job_id, retry_at, priority, queue, lock)
+
+    # -- what the workers of this process run
+
+    async def fetch_job(self, queues: Iterable[str] | None, worker_id: int) -> Job | None:
+        """Take a job from the queue, and remember that the worker runs it."""
+        if self._in_memory:
+            return await super().fetch_job(queues, worker_id)
+        with self._runs.fetching(worker_id):
+            job = await super().fetch_job(queues, worker_id)
+            if job is not None:
+                self._runs.begin(job, worker_id)
+        return job
+
+    async def update_heartbeat(self, worker_id: int) -> None:
+        """Note that a worker is alive, and say the ends again that the database does not have."""
+        await super().update_heartbeat(worker_id)
+        if not self._in_memory:
+            await self._say_missing_ends(worker_id)
+
+    async def unregister_worker(self, worker_id: int) -> None:
+        """Note that a worker has ended, after the ends that the database may not have."""
+        if self._runs.is_in_doubt(worker_id):
+            await self._say_missing_ends(worker_id)
+        await super().unregister_worker(worker_id)
+        self._runs.forget(worker_id)
+
+    @contextlib.asynccontextmanager
+    async def _saying(
+        self, job_id: int, statement: str, arguments: dict[str, Any]
+    ) -> AsyncIterator[None]:
+        """Remember an end that is said inside, if it is that of a worker here.
+
+        Where saying it fails it is said again, at once and at each heartbeat, and no error is
+        raised: a worker would do nothing about it.
+        """
+        ending = self._runs.end(job_id, statement, arguments)
         try:
-            await super().finish_job_by_id_async(job_id, status, delete_job)
+            yield
         except exceptions.ConnectorException as error:
-            # A worker's jobs are all procrastinate's, so it is asked first.
-            if getattr(error.__cause__, "sqlstate", None) != NOT_FOUND:
+            if ending is None:
                 raise
-            arguments = {"job_id": job_id, "status": status.value, "delete_job": delete_job}
-            (row,) = await self._rows_async(None, END_STAGED, arguments)
-            if not row["ended"]:
-                raise
+            if _is_not_found(error):
+                self._runs.refused(ending)
+                if not ending.again:
+                    raise
+            else:
+                _log_unwritten(ending, error)
+                await self._say_again(ending)
+        else:
+            if ending is not None:
+                self._runs.written(ending)
+
+    async def _say_missing_ends(self, worker_id: int) -> None:
+        question = self._runs.question(worker_id)
+        try:
+            rows = await self._rows_async(None, DOING, question.arguments)
+        except exceptions.ConnectorException as error:
+            logger.warning(
+                "Jobs of worker %s could not be compared: %s",
+                worker_id,
+                error.__cause__ or error,
+                extra={"action": "runs_not_compared", "worker_id": worker_id},
+            )
+            return
+        doing = [(row["id"], row["attempts"]) for row in rows]
+        for ending in self._runs.to_say_again(question, doing):
+            await self._say_again(ending)
+
+    async def _say_again(self, ending: Ending) -> None:
+        """Say an end, if its run has not ended."""
+        ending.again = True
+        try:
+            rows = await self._rows_async(None, ending.query, ending.arguments)
+        except exceptions.ConnectorException as error:
+            _log_unwritten(ending, error)
+            return
+        if rows:
+            self._runs.written(ending)
+            logger.warning(
+                "The end of job %s was lost and is written now",
+                ending.run.job_id,
+                extra={"action": "end_written_again", "job_id": ending.run.job_id},
+            )
 
     # procrastinate 3.9 takes no connection in these.
 
@@ -314,6 +418,19 @@ class DispatchJobManager(JobManager):
         return await self.connector.execute_query_all_async_with_connection(
             connection, query=query, **arguments
         )
+
+
+def _is_not_found(error: exceptions.ConnectorException) -> bool:
+    return getattr(error.__cause__, "sqlstate", None) == NOT_FOUND
+
+
+def _log_unwritten(ending: Ending, error: exceptions.ConnectorException) -> None:
+    logger.warning(
+        "The end of job %s could not be written and is said again: %s",
+        ending.run.job_id,
+        error.__cause__ or error,
+        extra={"action": "end_not_written", "job_id": ending.run.job_id},
+    )
 
 
 @contextlib.contextmanager
