@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
 from procrastinate import PsycopgConnector, SyncPsycopgConnector
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from procrastinate.connector import BaseConnector
 
 __all__ = ["CONNECTION", "READABLE", "Source"]
+
+ConnectionT = TypeVar("ConnectionT", bound="psycopg.AsyncConnection[Any]")
 
 CONNECTION = {
     "fallback_application_name": "pydispatch",
@@ -67,13 +69,13 @@ class Source:
             "autocommit": True,
         }
 
-    async def connect(self, **defaults: Any) -> psycopg.AsyncConnection[Any]:
-        """Open a connection in autocommit; takes what ``options`` does.
+    async def connect(self, kind: type[ConnectionT], **defaults: Any) -> ConnectionT:
+        """Open a connection of this class in autocommit; takes what ``options`` does.
 
         Raises:
             psycopg.Error: There is no connection.
         """
-        connection = await psycopg.AsyncConnection.connect(**await self.options(**defaults))
+        connection = await kind.connect(**await self.options(**defaults))
         configure = self._connector._pool_args.get("configure") if self._connector else None
         if inspect.iscoroutinefunction(configure):
             await configure(connection)

@@ -28,6 +28,7 @@ from typing_extensions import LiteralString, TypedDict
 from pydispatch.connect import Source
 from pydispatch.errors import DispatchError, UnknownPolicy
 from pydispatch.handoff import OURS, Handoff, TickResult
+from pydispatch.patience import PatientConnection
 
 if TYPE_CHECKING:
     from pydispatch.dispatch import Dispatch
@@ -78,6 +79,11 @@ LONGEST_RETRY = 30.0
 
 LONGEST_RECONNECT = 5.0
 """Seconds between two tries to connect."""
+
+
+GRACE = 5.0
+"""Seconds that an answer may take beyond the time after which the server ends the statement, and
+those that the current tick may take once the driver is to stop."""
 
 
 @dataclasses.dataclass
@@ -145,9 +151,9 @@ class Driver:
         idle_pause: Seconds between two looks when nothing happens.
         sweep_interval: Seconds between two sweeps.
         tick_max_duration: Seconds after which the server ends a statement, or a transaction that
-            stands still.
-        install_signal_handlers: Stop on SIGTERM and SIGINT, after the current tick; the second
-            signal has its usual effect.
+            stands still. A connection in which it gives no answer 5 s later is made anew.
+        install_signal_handlers: Stop on SIGTERM and SIGINT, after the current tick; one that takes
+            5 s more is broken off. The second signal has its usual effect.
 
     Raises:
         ValueError: There is no conninfo, and the connector does not tell one.
@@ -176,9 +182,12 @@ class Driver:
         self._idle_pause = idle_pause
         self._sweep_interval = sweep_interval
         self._tick_max_duration = tick_max_duration
+        self._patience = tick_max_duration + GRACE
         self._install_signal_handlers = install_signal_handlers
         self._paces: dict[str, Pace] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._connecting: asyncio.Task[PatientConnection] | None = None
+        self._connection: PatientConnection | None = None
         self._woken = asyncio.Event()
         self._started = self._stopping = False
         self._active = True  # there was something to do since the last sleep
@@ -191,7 +200,15 @@ class Driver:
             self._stopping = True
             logger.info("Driver stops after the current tick", extra={"action": "driver_stopping"})
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._woken.set)
+            self._loop.call_soon_threadsafe(self._hurry)
+
+    def _hurry(self) -> None:
+        """Let nothing that is waited for hold off the end of the loop."""
+        self._woken.set()
+        if self._connecting is not None:
+            self._connecting.cancel()
+        if self._connection is not None:
+            self._connection.hurry(GRACE)
 
     async def run(self) -> None:
         """Run until ``stop`` is called or a signal comes.
@@ -207,9 +224,7 @@ class Driver:
         with self._signals():
             while not self._stopping:
                 try:
-                    async with await self._source.connect() as connection:
-                        await self._prepare(connection)
-                        await self._serve(connection)
+                    await self._attend()
                 except (psycopg.Error, ConnectorException) as error:
                     if not self._started:
                         raise
@@ -228,6 +243,34 @@ class Driver:
         logger.info("Driver stopped", extra={"action": "driver_stopped"})
 
     # -- the connection
+
+    async def _attend(self) -> None:
+        """Connect, and serve until the connection is lost or the driver is to stop."""
+        connection = await self._connect()
+        if connection is None:
+            return
+        async with connection:
+            self._connection = connection
+            connection.patience = self._patience
+            if self._stopping:
+                self._hurry()
+            try:
+                await self._prepare(connection)
+                await self._serve(connection)
+            finally:
+                self._connection = None
+
+    async def _connect(self) -> PatientConnection | None:
+        """Return a new connection, or None when the driver is to stop meanwhile."""
+        self._connecting = asyncio.create_task(self._source.connect(PatientConnection))
+        try:
+            done, _ = await asyncio.wait([self._connecting], timeout=self._patience)
+            if not done:
+                raise psycopg.OperationalError(f"no connection within {self._patience:g} s")
+            return None if self._connecting.cancelled() else self._connecting.result()
+        finally:
+            self._connecting.cancel()
+            self._connecting = None
 
     async def _prepare(self, connection: AsyncConnection) -> None:
         """Set the session up, listen, and write the policies if that was not done yet."""

@@ -22,9 +22,16 @@ from psycopg.types.json import Jsonb
 
 from pydispatch import Concurrency, Dispatch, Driver, Throttle
 from pydispatch.driver import GAP
+from tests.proxy import proxy
 from tests.support import async_wait_for
 
 NEVER = 3600.0  # seconds: a pause that must not be needed
+
+
+@pytest.fixture(autouse=True)
+def little_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a driver wait for what is late, or current at its stop, for a second only."""
+    monkeypatch.setattr("pydispatch.driver.GRACE", 1.0)
 
 
 class Application:
@@ -324,6 +331,41 @@ async def test_a_lost_connection_is_made_anew(own_server, start, server_ends, ca
     application.defer(2)
     await until(queued, 2)
     assert "Connection lost" in caplog.text
+    application.app.close()
+
+
+async def test_a_connection_that_goes_silent_is_made_anew(dsn, start, conn, queued, caplog):
+    async with proxy(dsn) as between:
+        application = Application(dsn)
+        await start(
+            application.dispatch, conninfo=between.dsn, idle_pause=0.05, tick_max_duration=0.1
+        )
+        application.defer(1)
+        await until(queued, 1)
+        between.swallowing = True
+        application.defer(2)
+        await async_wait_for(lambda: "gave no answer within 1.1 s" in caplog.text)
+        between.swallowing = False
+        await until(queued, 2)
+    (record,) = [r for r in caplog.records if "gave no answer" in r.getMessage()]
+    assert (record.levelno, record.action) == (logging.WARNING, "connection_lost")
+    application.app.close()
+
+
+@pytest.mark.parametrize("when", ["it looks", "it connects"])
+async def test_a_driver_whose_connection_is_silent_stops_when_it_is_told(dsn, when, caplog):
+    async with proxy(dsn) as between:
+        application = Application(dsn)
+        driver = Driver(application.dispatch, conninfo=between.dsn, idle_pause=0.05)
+        task = asyncio.create_task(driver.run())
+        if when == "it looks":
+            await async_wait_for(lambda: driver._started)
+        between.swallowing = True
+        await async_wait_for(lambda: between.swallowed)
+        driver.stop()
+        started = time.monotonic()
+        await asyncio.wait_for(task, 10)
+        assert time.monotonic() - started < 5
     application.app.close()
 
 

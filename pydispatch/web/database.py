@@ -187,7 +187,7 @@ class Database:
             else:
                 return connection
         try:
-            connection = await self._source.connect(**_OPTIONS)
+            connection = await self._source.connect(psycopg.AsyncConnection, **_OPTIONS)
         except psycopg.OperationalError as error:
             raise UnreachableError(_first_line(error)) from error
         connection.adapters.register_loader("timestamptz", _Moment)
