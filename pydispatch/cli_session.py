@@ -19,7 +19,7 @@ import typer
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.types.datetime import TimestamptzLoader
 
-from pydispatch.connect import READABLE, Source
+from pydispatch.connect import READ_COMMITTED, READABLE, Source
 from pydispatch.dispatch import Dispatch
 
 __all__ = ["Session", "load_dispatch"]
@@ -87,7 +87,7 @@ class Session:
             raise typer.BadParameter(str(error), param_hint="--dsn") from error
         with psycopg.connect(**asyncio.run(source.options())) as connection:
             connection.adapters.register_loader("timestamptz", _TimestamptzLoader)
-            connection.execute(READABLE)
+            connection.execute(f"{READABLE}; {READ_COMMITTED}")
             yield connection
 
 

@@ -12,7 +12,7 @@ from psycopg.conninfo import conninfo_to_dict
 if TYPE_CHECKING:
     from procrastinate.connector import BaseConnector
 
-__all__ = ["CONNECTION", "READABLE", "Source"]
+__all__ = ["CONNECTION", "READABLE", "READ_COMMITTED", "Source"]
 
 ConnectionT = TypeVar("ConnectionT", bound="psycopg.AsyncConnection[Any]")
 
@@ -29,6 +29,9 @@ CONNECTION = {
 
 READABLE = "set datestyle = 'ISO'; set intervalstyle = 'postgres'"
 """Has the database write times as psycopg reads them, whatever a role's settings are."""
+
+READ_COMMITTED = "set default_transaction_isolation = 'read committed'"
+"""Gives each statement a snapshot of its own: a tick counts after it has locked."""
 
 
 class Source:

@@ -59,11 +59,13 @@ LOOK: LiteralString = (
 )
 
 # Plans outlive the quiet night that they were made in, those of procrastinate's foreign keys too:
-# rows are found by index, however few there were.
+# rows are found by index, however few there were. A tick counts after it has locked, which needs a
+# snapshot for each statement, whatever the role's default is.
 SETTINGS: LiteralString = """
 select
   dispatch_channel() as channel,
   set_config('enable_seqscan', 'off', false),
+  set_config('default_transaction_isolation', 'read committed', false),
   set_config('statement_timeout', %(timeout)s, false),
   set_config('idle_in_transaction_session_timeout', %(timeout)s, false)
 """
@@ -274,6 +276,7 @@ class Driver:
 
     async def _prepare(self, connection: AsyncConnection) -> None:
         """Set the session up, listen, and write the policies if that was not done yet."""
+        await connection.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
         connection.add_notify_handler(lambda notify: self._notified(notify.payload))
         async with connection.cursor(row_factory=dict_row) as cursor:
             milliseconds = max(1, round(self._tick_max_duration * 1000))

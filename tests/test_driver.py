@@ -445,6 +445,43 @@ async def test_a_sweep_that_fails_is_logged(application, start, queued, conn, ca
     await until(queued, 1)
 
 
+@pytest.mark.parametrize("level", ["repeatable read", "serializable"])
+async def test_each_transaction_is_read_committed_whatever_the_roles_default(
+    dsn, application, start, queued, conn, level
+):
+    conn.execute(
+        f"alter role postgres in database {conn.info.dbname} "
+        f"set default_transaction_isolation = '{level}'"
+    )
+    conn.execute(
+        """
+        create table levels (what text, level text);
+        create function note() returns trigger language plpgsql as $$
+        begin
+          insert into levels values ('tick', current_setting('transaction_isolation'));
+          return null;
+        end
+        $$;
+        create trigger note after insert on procrastinate_jobs execute function note();
+        drop function dispatch_sweep;
+        create function dispatch_sweep() returns void begin atomic
+          insert into levels values ('sweep', current_setting('transaction_isolation'));
+        end
+        """
+    )
+    await start(application.dispatch, idle_pause=0.01, sweep_interval=0.05)
+    application.defer(1)
+    await until(queued, 1)
+    levels = (
+        "select array_agg(distinct what || ' ' || level order by what || ' ' || level) from levels"
+    )
+    await async_wait_for(
+        lambda: (
+            conn.execute(levels).fetchone() == (["sweep read committed", "tick read committed"],)
+        )
+    )
+
+
 @pytest.mark.parametrize(
     ("addition", "name"), [("", "pydispatch"), (" application_name=mine", "mine")]
 )
