@@ -28,6 +28,7 @@ from procrastinate.testing import InMemoryConnector
 from typing_extensions import LiteralString
 
 from pydispatch import errors
+from pydispatch.columns import columns
 from pydispatch.handoff import json_functions
 from pydispatch.runs import DOING, Ending, Runs
 from pydispatch.statements import AllJobs
@@ -47,7 +48,7 @@ select dispatch_stage(
   p_args => %(args)s,
   p_context => %(context)s::jsonb,
   p_queue_name => %(queue_name)s,
-  p_priority => %(priority)s,
+  p_priority => %(priority)s::integer,
   p_lock => %(lock)s,
   p_queueing_lock => %(queueing_lock)s,
   p_scheduled_at => %(scheduled_at)s
@@ -450,14 +451,10 @@ def _raising() -> Iterator[None]:
 
 def _stage_arguments(job: Job, route: Route) -> dict[str, Any]:
     return {
+        **columns(job),
         "policy": route.policy,
-        "task_name": job.task_name,
         "args": job.task_kwargs,
         "context": None if route.context is None else _json(route.context, job),
-        "queue_name": job.queue,
-        "priority": job.priority,
-        "lock": job.lock,
-        "queueing_lock": job.queueing_lock,
         "scheduled_at": job.scheduled_at,
     }
 
@@ -465,11 +462,7 @@ def _stage_arguments(job: Job, route: Route) -> dict[str, Any]:
 def _envelope(job: Job, route: Route) -> dict[str, Any]:
     """Return a job as ``dispatch_stage_many`` takes it, without its arguments."""
     envelope = {
-        "task_name": job.task_name,
-        "queue_name": job.queue,
-        "priority": job.priority,
-        "lock": job.lock,
-        "queueing_lock": job.queueing_lock,
+        **columns(job),
         "scheduled_at": _utc(job.scheduled_at),
         "context": route.context,
     }

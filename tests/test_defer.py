@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import decimal
+import enum
 import json
 import threading
 import uuid
@@ -198,6 +200,89 @@ async def test_one_defer_is_one_statement(staging, monkeypatch):
         monkeypatch.setattr(connector, name, logged(getattr(connector, name)))
     await staging.call(staging.fetch, "defer", endpoint=7)
     assert len(statements) == 1
+
+
+class Region(str):
+    """Text, of a class of its own."""
+
+
+class Plan(enum.Enum):
+    FREE = "free plan"
+
+
+class Tier(str, enum.Enum):
+    GOLD = "gold tier"
+
+
+class Level(enum.IntEnum):
+    HIGH = 7
+
+
+VALUES = [
+    7,
+    2**40,
+    -(2**70),
+    True,
+    1.5,
+    decimal.Decimal("10.00"),
+    uuid.UUID(int=5),
+    datetime.date(2026, 1, 31),
+    datetime.datetime(2026, 1, 31, 12, tzinfo=UTC),
+    datetime.timedelta(hours=1),
+    b"\x00bytes",
+    [1, 2],
+    "",
+    'ünï\\code, "quoted"',
+    Region("eu"),
+    Plan.FREE,
+    Tier.GOLD,
+    Level.HIGH,
+    object(),
+]
+
+
+async def outcome(staging: Staging, task: Any, method: str, **options: Any) -> bool:
+    """Defer a job and tell whether it was accepted."""
+    jobs = [{"endpoint": 1}] if task is staging.fetch else [{"n": 1}]
+    try:
+        if method == "defer":
+            await staging.call(task.configure(**options), method, **jobs[0])
+        else:
+            await staging.call(task.configure(**options), method, *jobs)
+    except (exceptions.ConnectorException, errors.DispatchError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("field", ["lock", "queueing_lock", "queue", "priority"])
+@pytest.mark.parametrize("method", ["defer", "batch_defer"])
+async def test_a_value_is_written_as_that_of_a_job_without_policy(
+    staging, staged, queued, conn, method, field
+):
+    column = {"queue": "queue_name"}.get(field, field)
+    wrong = []
+    for value in VALUES:
+        accepted = await outcome(staging, staging.plain, method, **{field: value})
+        bare = [row[column] for row in queued()]
+        conn.execute("delete from procrastinate_jobs")
+        accepted_here = await outcome(staging, staging.fetch, method, **{field: value})
+        here = [row[column] for row in staged()]
+        conn.execute("delete from dispatch_staged_jobs")
+        if (accepted_here, here) != (accepted, bare):
+            wrong.append((value, bare, here))
+    assert wrong == []
+
+
+async def test_jobs_with_and_without_a_policy_share_a_lock_that_is_no_text(staging):
+    key = uuid.UUID(int=5)
+    await staging.call(staging.plain.configure(queueing_lock=key), "defer", n=1)
+    with pytest.raises(exceptions.AlreadyEnqueued):
+        await staging.call(staging.fetch.configure(queueing_lock=key), "defer", endpoint=1)
+    await staging.call(staging.fetch.configure(queueing_lock=Plan.FREE), "defer", endpoint=1)
+    with pytest.raises(exceptions.AlreadyEnqueued):
+        await staging.call(
+            staging.charge.configure(queueing_lock=Plan.FREE), "batch_defer", {"account": 1}
+        )
 
 
 # -- many jobs
@@ -408,6 +493,16 @@ async def test_a_periodic_job_is_staged_once_for_each_timestamp(periodic, staged
     for at in (900.5, 900.5):
         await defer_periodic(periodic, at)
     assert [row["args"] for row in staged()] == [{"timestamp": 900}]
+
+
+async def test_a_periodic_jobs_locks_need_not_be_text(periodic, staged):
+    task = periodic.app.tasks["cron"]
+    job = task.configure(lock=7, queueing_lock=uuid.UUID(int=5), priority=Level.HIGH).job
+    job = job.evolve(task_kwargs={"timestamp": 600})
+    await periodic.app.job_manager.defer_periodic_job(job, "b", 600)
+    (row,) = staged()
+    assert (row["lock"], row["queueing_lock"]) == ("7", uuid.UUID(int=5).hex)
+    assert row["priority"] == 7
 
 
 async def test_a_periodic_job_waits_for_its_queueing_lock(periodic, staged, conn):
