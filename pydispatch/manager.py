@@ -19,6 +19,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
+import psycopg.sql
 from procrastinate import exceptions, types
 from procrastinate.connector import BaseConnector
 from procrastinate.jobs import Job, Status
@@ -134,7 +135,7 @@ class DispatchJobManager(JobManager):
         plan = self._plan(jobs)
         if plan is None:
             return super().batch_defer_jobs(jobs=jobs, connection=connection)
-        with _raising():
+        with _raising(jobs):
             rows = self._rows(connection, plan.query, plan.arguments)
         return plan.finish(rows)
 
@@ -145,7 +146,7 @@ class DispatchJobManager(JobManager):
         plan = self._plan(jobs)
         if plan is None:
             return await super().batch_defer_jobs_async(jobs=jobs, connection=connection)
-        with _raising():
+        with _raising(jobs):
             rows = await self._rows_async(connection, plan.query, plan.arguments)
         return plan.finish(rows)
 
@@ -168,7 +169,7 @@ class DispatchJobManager(JobManager):
                 )
             if job.task_kwargs.get("timestamp") != defer_timestamp:
                 raise exceptions.InvalidTimestamp
-            with _raising():
+            with _raising([job]):
                 (row,) = await self._rows_async(
                     None,
                     STAGE_PERIODIC,
@@ -435,11 +436,20 @@ def _log_unwritten(ending: Ending, error: exceptions.ConnectorException) -> None
 
 
 @contextlib.contextmanager
-def _raising() -> Iterator[None]:
-    """Raise our own errors, and procrastinate's AlreadyEnqueued for a lock of a queued job."""
+def _raising(jobs: list[Job]) -> Iterator[None]:
+    """Raise our own errors, and for a held queueing lock ours as if procrastinate had raised it.
+
+    The cause is then procrastinate's, which tells the constraint and the lock.
+    """
     try:
         with errors.translate():
             yield
+    except errors.AlreadyEnqueued as error:
+        violation = exceptions.UniqueViolation(
+            constraint_name=QUEUEING_LOCK_CONSTRAINT, queueing_lock=_held_lock(jobs, error)
+        )
+        violation.__cause__ = error.__cause__
+        raise error from violation
     except exceptions.UniqueViolation as error:
         if error.constraint_name != QUEUEING_LOCK_CONSTRAINT:
             raise
@@ -447,6 +457,15 @@ def _raising() -> Iterator[None]:
             "there is already a job in the queue with the same queueing lock",
             detail=error.queueing_lock,
         ) from error
+
+
+def _held_lock(jobs: list[Job], error: errors.AlreadyEnqueued) -> str | None:
+    """Return the queueing lock of these jobs that is held; of several, the one that is named."""
+    locks = {columns(job)["queueing_lock"] for job in jobs} - {None}
+    if len(locks) == 1:
+        return cast("str", locks.pop())
+    named = [lock for lock in locks if psycopg.sql.quote(lock[:200]) in error.message]
+    return max(named, key=len, default=None)
 
 
 def _stage_arguments(job: Job, route: Route) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import decimal
 import enum
@@ -16,6 +17,7 @@ import pytest
 from procrastinate import App, Blueprint, PsycopgConnector, SyncPsycopgConnector, cli, exceptions
 from procrastinate.jobs import Job, Status
 from procrastinate.periodic import PeriodicDeferrer
+from procrastinate.testing import InMemoryConnector
 from psycopg.rows import dict_row
 
 from pydispatch import Concurrency, Dispatch, errors
@@ -366,6 +368,44 @@ async def test_a_queueing_lock_holds_across_staged_and_queued(staging, staged, q
     assert len(staged() + queued()) == 2
 
 
+@pytest.mark.parametrize("method", ["defer", "batch_defer"])
+@pytest.mark.parametrize("first", ["fetch", "plain"])
+async def test_the_cause_of_a_held_lock_tells_it_as_procrastinates_does(staging, method, first):
+    """As that of a task without a policy, which goes through the same."""
+    lock = "it's 'q'"
+    await staging.call(
+        getattr(staging, first).configure(queueing_lock=lock),
+        "defer",
+        **{"fetch": {"endpoint": 1}, "plain": {"n": 1}}[first],
+    )
+    told = []
+    for task, kwargs in ((staging.fetch, {"endpoint": 2}), (staging.plain, {"n": 2})):
+        if task is staging.plain and first == "fetch":
+            continue  # procrastinate's own constraint sees only what is queued
+        arguments = [kwargs] if method == "batch_defer" else []
+        keywords = kwargs if method == "defer" else {}
+        with pytest.raises(exceptions.AlreadyEnqueued) as raised:
+            await staging.call(task.configure(queueing_lock=lock), method, *arguments, **keywords)
+        cause = raised.value.__cause__
+        assert isinstance(cause, exceptions.UniqueViolation)
+        told.append((cause.constraint_name, cause.queueing_lock))
+    assert set(told) == {("procrastinate_jobs_queueing_lock_idx_v1", lock)}
+
+
+@pytest.mark.parametrize("held", ["a", "it's 'a'", "back\\slash", "l" * 500])
+async def test_of_the_locks_of_a_batch_the_cause_tells_the_one_that_is_held(staging, held):
+    await staging.call(staging.charge.configure(queueing_lock=held), "defer", account=1)
+    locks = ["a", "it's 'a'", "back\\slash", "l" * 500, None]
+    jobs = [
+        staging.fetch.configure(queueing_lock=lock, task_kwargs={"endpoint": 1}).job
+        for lock in locks
+    ]
+    with pytest.raises(exceptions.AlreadyEnqueued) as raised:
+        await staging.call(staging.app.job_manager, "batch_defer_jobs", jobs)
+    assert isinstance(raised.value.__cause__, exceptions.UniqueViolation)
+    assert raised.value.__cause__.queueing_lock == held
+
+
 async def test_a_queueing_lock_refuses_the_whole_batch(staging, staged):
     await staging.call(staging.fetch.configure(queueing_lock="q"), "defer", endpoint=1)
     with pytest.raises(exceptions.AlreadyEnqueued):
@@ -691,3 +731,39 @@ async def test_sync_warns_of_a_task_that_is_not_in_the_application(staging, capl
     staging.dispatch.policy("accounts")(Blueprint().task(name="lost")(lambda: None))
     await staging.call(staging.dispatch, "sync")
     assert "Task lost has a policy but is not in the application" in caplog.text
+
+
+# -- without a database
+
+
+class Noting(InMemoryConnector):
+    """Notes the connections that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[Any] = []
+
+    def execute_query_one_with_connection(self, connection: Any, query: str, **rest: Any) -> Any:
+        self.given.append(connection)
+        return super().execute_query_one_with_connection(connection, query, **rest)
+
+    async def execute_query_one_async_with_connection(
+        self, connection: Any, query: str, **rest: Any
+    ) -> Any:
+        self.given.append(connection)
+        return await super().execute_query_one_async_with_connection(connection, query, **rest)
+
+
+@pytest.mark.parametrize("kind", [SyncStaging, AsyncStaging])
+async def test_a_connection_reaches_a_connector_in_memory(kind):
+    connector = Noting()
+    staging = kind(connector)
+    job_id = await staging.fetch.defer_async(endpoint=1)
+    manager = staging.app.job_manager
+    for method in ("get_job_status", "cancel_job_by_id"):
+        call = getattr(manager, method if kind is SyncStaging else f"{method}_async")
+        if kind is SyncStaging:
+            await asyncio.to_thread(call, job_id, connection="mine")
+        else:
+            await call(job_id, connection="mine")
+    assert connector.given == ["mine"] * 2
