@@ -1,13 +1,15 @@
 """One exception for each SQLSTATE of class ``PD`` that the database raises.
 
 An error is recognised by its SQLSTATE alone, never by its text: texts are for people, and may
-change. The names follow procrastinate's, which carry no ``Error`` suffix.
+change. (What is missing in the database is told by its name, which is no text.) The names follow
+procrastinate's, which carry no ``Error`` suffix.
 """
 
 # ruff: noqa: N818
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +26,7 @@ __all__ = [
     "InvalidJob",
     "InvalidSetting",
     "MigrationRefused",
+    "NotMigrated",
     "PolicyNotEmpty",
     "ProcrastinateMissing",
     "UnknownJob",
@@ -132,7 +135,16 @@ class MigrationRefused(DispatchError):
     sqlstate = "PD011"
 
 
+class NotMigrated(DispatchError):
+    """A function or table of ours is not there, or not as this version knows it."""
+
+    sqlstate = "42883"
+
+
 _BY_SQLSTATE = {error.sqlstate: error for error in DispatchError.__subclasses__()}
+
+_MISSING = ("42883", "42P01", "42703", "42704")  # a function, table, column, type
+_OURS = re.compile(r"\bdispatch_\w")
 
 
 def translated(error: BaseException) -> DispatchError | None:
@@ -146,6 +158,12 @@ def translated(error: BaseException) -> DispatchError | None:
     error = getattr(error, "orig", None) or error  # the driver's, inside SQLAlchemy's
     diag: Any = getattr(error, "diag", None)
     sqlstate = getattr(diag, "sqlstate", None)
+    if sqlstate in _MISSING and _OURS.search(diag.message_primary or ""):
+        return NotMigrated(
+            f"the schema is not at this version of pydispatch: {diag.message_primary}",
+            hint="Run `pydispatch migrate`. If it was, let the search path name the schema.",
+            sqlstate=sqlstate,
+        )
     if not isinstance(sqlstate, str) or not sqlstate.startswith("PD"):
         return None
     return _BY_SQLSTATE.get(sqlstate, DispatchError)(

@@ -19,6 +19,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
+import psycopg
 import psycopg.sql
 from procrastinate import exceptions, types
 from procrastinate.connector import BaseConnector
@@ -84,6 +85,9 @@ END_STAGED: LiteralString = (
 
 NOT_FOUND = "P0001"
 """The SQLSTATE of what procrastinate's functions raise themselves."""
+
+NO_RIGHT = "42501"
+"""The SQLSTATE of what the role may not do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,18 +159,22 @@ class DispatchJobManager(JobManager):
     ) -> int | None:
         """Stage or queue a periodic job, unless another worker did for the same timestamp.
 
-        A job that is refused is logged as an error and None returned: an exception would stop
-        the worker, and with it all other tasks.
+        A job that is refused, also for a right or a migration that is missing, is logged as an
+        error and None returned: an exception would stop the worker, and with it all other tasks.
 
         Raises:
             AlreadyEnqueued: A queueing lock is held by a job that is staged or queued.
         """
         try:
             route = self._route(job)
-            if route is None:
-                return await super().defer_periodic_job(
-                    job=job, periodic_id=periodic_id, defer_timestamp=defer_timestamp
-                )
+        except errors.DispatchError as error:
+            _log_refused(job, periodic_id, defer_timestamp, error)
+            return None
+        if route is None:
+            return await super().defer_periodic_job(
+                job=job, periodic_id=periodic_id, defer_timestamp=defer_timestamp
+            )
+        try:
             if job.task_kwargs.get("timestamp") != defer_timestamp:
                 raise exceptions.InvalidTimestamp
             with _raising([job]):
@@ -183,18 +191,10 @@ class DispatchJobManager(JobManager):
                 )
         except errors.AlreadyEnqueued:
             raise
-        except errors.DispatchError:
-            logger.exception(
-                "Periodic job %s cannot be staged for timestamp %s",
-                job.call_string,
-                defer_timestamp,
-                extra={
-                    "action": "periodic_job_refused",
-                    "job": job.log_context(),
-                    "periodic_id": periodic_id,
-                    "defer_timestamp": defer_timestamp,
-                },
-            )
+        except (errors.DispatchError, exceptions.ConnectorException) as error:
+            if _is_lost(error):
+                raise
+            _log_refused(job, periodic_id, defer_timestamp, error)
             return None
         return cast("int | None", row["id"])
 
@@ -424,6 +424,33 @@ class DispatchJobManager(JobManager):
 
 def _is_not_found(error: exceptions.ConnectorException) -> bool:
     return getattr(error.__cause__, "sqlstate", None) == NOT_FOUND
+
+
+def _is_lost(error: Exception) -> bool:
+    """Tell whether it is the connection that failed, which procrastinate's worker ends for."""
+    return isinstance(error.__cause__, (psycopg.OperationalError, psycopg.InterfaceError))
+
+
+def _log_refused(job: Job, periodic_id: str, defer_timestamp: int, error: Exception) -> None:
+    advice = ""
+    if getattr(error.__cause__, "sqlstate", None) == NO_RIGHT:
+        advice = (
+            "; grant the worker's role what an enqueuer needs, see Rights in the operations page"
+        )
+    logger.error(
+        "Periodic job %s cannot be staged for timestamp %s: %s%s",
+        job.call_string,
+        defer_timestamp,
+        error if isinstance(error, errors.DispatchError) else error.__cause__ or error,
+        advice,
+        exc_info=error,
+        extra={
+            "action": "periodic_job_refused",
+            "job": job.log_context(),
+            "periodic_id": periodic_id,
+            "defer_timestamp": defer_timestamp,
+        },
+    )
 
 
 def _log_unwritten(ending: Ending, error: exceptions.ConnectorException) -> None:

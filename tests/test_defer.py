@@ -21,6 +21,7 @@ from procrastinate.testing import InMemoryConnector
 from psycopg.rows import dict_row
 
 from pydispatch import Concurrency, Dispatch, errors
+from tests.support import async_wait_for
 
 UTC = datetime.timezone.utc
 
@@ -434,6 +435,21 @@ async def test_a_queued_lock_refuses_a_mixed_batch(staging, staged, queued):
 # -- what is refused
 
 
+@pytest.mark.parametrize(
+    "call", ["defer", "batch_defer", "get_job_status", "cancel_job_by_id", "list_jobs"]
+)
+async def test_who_has_not_migrated_is_told_so(staging, conn, call):
+    conn.execute("alter schema public rename to another")
+    conn.execute("create schema public")
+    owner, arguments = staging.app.job_manager, list[Any]()
+    if call.endswith("defer"):
+        owner, arguments = staging.fetch, [{"endpoint": 1}] if call == "batch_defer" else []
+    elif call.endswith(("status", "id")):
+        arguments = [1]
+    with pytest.raises(errors.NotMigrated, match="pydispatch migrate"):
+        await staging.call(owner, call, *arguments, **({"endpoint": 1} if call == "defer" else {}))
+
+
 async def test_an_unknown_policy_is_named(staging):
     staging.dispatch.policy("no such policy")(staging.plain)
     with pytest.raises(errors.UnknownPolicy, match="no such policy"):
@@ -517,6 +533,16 @@ async def periodic(dsn) -> AsyncIterator[AsyncStaging]:
         yield staging
 
 
+@pytest.fixture
+async def periodic_dsn(dsn, conn) -> AsyncIterator[str]:
+    """A database whose policies are written, and in the end one without the role ``weak``."""
+    conn.execute("select dispatch_define_policy('endpoints', '{}')")
+    yield dsn
+    if conn.execute("select from pg_roles where rolname = 'weak'").fetchone():
+        conn.execute("drop owned by weak")
+        conn.execute("drop role weak")
+
+
 async def defer_periodic(staging: Staging, at: float) -> None:
     """Do what one of several workers does at a moment."""
     deferrer = PeriodicDeferrer(registry=staging.app.periodic_registry, max_delay=600)
@@ -566,6 +592,49 @@ async def test_a_periodic_task_without_policy_is_queued(periodic, staged, queued
     await defer_periodic(staging, 600.5)
     assert [row["task_name"] for row in queued()] == ["p"]
     assert [row["task_name"] for row in staged()] == ["cron"]
+
+
+NOTHING_MIGRATED = "alter function dispatch_stage_periodic rename to moved"
+NO_RIGHTS = """
+create role weak login;
+grant usage on schema public to weak;
+grant select, insert, update, delete on all tables in schema public to weak;
+grant usage on all sequences in schema public to weak;
+revoke insert on dispatch_staged_jobs from weak
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "role", "advice"),
+    [
+        pytest.param(NOTHING_MIGRATED, "postgres", "pydispatch migrate", id="not migrated"),
+        pytest.param(NO_RIGHTS, "weak", "grant the worker's role", id="a right is missing"),
+    ],
+)
+async def test_a_worker_outlives_a_periodic_task_that_cannot_be_staged(
+    periodic_dsn, conn, caplog, fault, role, advice
+):
+    conn.execute(fault)
+    staging = AsyncStaging(PsycopgConnector(conninfo=f"{periodic_dsn} user={role}", min_size=1))
+    ran = asyncio.Event()
+    staging.app.task(name="set")(ran.set)
+
+    @staging.app.periodic(cron="* * * * *")
+    @staging.dispatch.policy("endpoints")
+    @staging.app.task(name="cron")
+    def cron(timestamp: int) -> None: ...
+
+    async with staging.app.open_async():
+        worker = asyncio.create_task(staging.app.run_worker_async(install_signal_handlers=False))
+        await async_wait_for(lambda: "cannot be staged" in caplog.text or worker.done())
+        await staging.app.configure_task("set").defer_async()
+        await asyncio.wait_for(ran.wait(), 60)
+        assert not worker.done()
+        worker.cancel()
+        await asyncio.gather(worker, return_exceptions=True)
+    record = next(r for r in caplog.records if r.name == "pydispatch.manager")
+    assert (record.levelname, record.action) == ("ERROR", "periodic_job_refused")
+    assert advice in record.getMessage()
 
 
 async def test_a_periodic_job_that_is_refused_does_not_stop_the_worker(periodic, staged, caplog):

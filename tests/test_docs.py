@@ -495,7 +495,7 @@ def test_the_errors_page_has_every_error() -> None:
     }
     classes = {each.sqlstate: each.__name__ for each in errors.DispatchError.__subclasses__()}
     assert documented_errors() == classes
-    assert raised == set(classes)
+    assert raised == set(classes) - {errors.NotMigrated.sqlstate}
 
 
 @pytest.mark.parametrize(
