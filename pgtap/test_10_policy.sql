@@ -1,6 +1,6 @@
 -- Policies: what a definition may say, what it becomes, and what a change of it does.
 begin;
-select plan(184);
+select plan(185);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 set local client_min_messages = error; -- shards that are finer than partitions
@@ -9,7 +9,8 @@ create function pg_temp.clock(p_seconds numeric) returns void language sql as $$
   select set_config('dispatch.fake_now', ('2026-01-01 00:00+00'::timestamptz + make_interval(secs => p_seconds::float8))::text, true)
 $$;
 
--- What dispatch_define_policy() says against a definition: message and detail; null when it takes it.
+-- What dispatch_define_policy() says against a definition: message, without the policy's name, and detail; null when it
+-- takes it.
 create function pg_temp.refusal(p_definition jsonb, p_name text default 'tried') returns text language plpgsql as $$
 declare
   v_message text;
@@ -20,7 +21,7 @@ begin
 exception
   when sqlstate 'PD002' then
     get stacked diagnostics v_message = message_text, v_detail = pg_exception_detail;
-    return v_message || '. ' || v_detail;
+    return replace(v_message, format(' of policy %L:', left(p_name, 200)), ':') || '. ' || v_detail;
 end;
 $$;
 
@@ -46,6 +47,9 @@ from (values
 
 select is(pg_temp.refusal('{}', name), null, format('%L is a name', left(name, 40)))
 from (values (repeat('ü', 128)), ('*'), ('two words'), ('"quoted" ''name'''), ('🐘'), ('%s')) as names (name);
+
+select throws_like($$select dispatch_define_policy('it''s mine', '{"gates": [{"type": "concurrency", "max": -1}]}')$$,
+  'invalid definition of policy ''it''''s mine'': gates[0].max %', 'what is refused names its policy');
 
 -- The shape -----------------------------------------------------------------------------------------
 

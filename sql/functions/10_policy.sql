@@ -352,9 +352,20 @@ set search_path from current
 as $$
 declare
   v_now constant timestamptz := dispatch_now();
-  v_policy constant dispatch_policies := dispatch_parse_policy(p_name, p_definition, v_now);
+  v_policy dispatch_policies;
   v_known dispatch_policies;
+  v_detail text;
+  v_hint text;
 begin
+  -- Of many that are written at once, the error has to say which one it is about.
+  begin
+    v_policy := dispatch_parse_policy(p_name, p_definition, v_now);
+  exception when sqlstate 'PD002' then
+    get stacked diagnostics v_detail = pg_exception_detail, v_hint = pg_exception_hint;
+    perform dispatch_raise('PD002',
+      replace(sqlerrm, 'invalid definition:', format('invalid definition of policy %L:', left(p_name, 200))), nullif(v_detail, ''), v_hint);
+  end;
+
   select * into v_known from dispatch_policies where policy_name = p_name;
   if found and (v_known.definition, v_known.literals, v_known.lookups, v_known.gates)
     = (v_policy.definition, v_policy.literals, v_policy.lookups, v_policy.gates) then
