@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import difflib
 import inspect
 import json
 import logging
@@ -61,8 +62,7 @@ class Dispatch:
     """Gives tasks of an application policies, and stages their jobs.
 
     From then on every way of deferring such a task stages its job: it waits in the database
-    until its policy admits it. Tasks without a policy are untouched. Make it right after the
-    application: what ``task.configure()`` returned before goes past it.
+    until its policy admits it. Tasks without a policy are untouched.
 
     Args:
         app: The application. Its job manager is replaced.
@@ -82,7 +82,17 @@ class Dispatch:
         self._contexts: dict[str, ContextFunction] = {}
         self._bindings: dict[AnyTask, Binding] = {}
         self._named_bindings: dict[str, Binding] = {}
-        app.job_manager = DispatchJobManager(self)
+        self._redirect(app.job_manager)
+
+    def _redirect(self, former: JobManager) -> None:
+        """Take the place of the application's manager.
+
+        What ``task.configure()`` returned before has kept that one: it passes jobs on.
+        """
+        manager = DispatchJobManager(self)
+        for name in ("batch_defer_jobs", "batch_defer_jobs_async", "defer_periodic_job"):
+            setattr(former, name, getattr(manager, name))
+        self.app.job_manager = manager
 
     @classmethod
     def of(cls, app: App) -> Dispatch:
@@ -294,6 +304,7 @@ class Dispatch:
                 task.name,
                 extra={"action": "task_not_added", "task": task.name},
             )
+        self._warn_of_misspelt_names()
         policies = {
             name: policy.definition()
             for name, policy in self._policies.items()
@@ -306,6 +317,19 @@ class Dispatch:
             if binding is not None and (only is None or binding.policy in only)
         }
         yield Query(SYNC, {"policies": json.dumps(policies), "tasks": json.dumps(tasks)})
+
+    def _warn_of_misspelt_names(self) -> None:
+        """Warn of a task that lives elsewhere by its name, which is nearly that of one here."""
+        here = [name for name, task in self.app.tasks.items() if task not in self._bindings]
+        for name in self._named_bindings.keys() - self.app.tasks.keys():
+            for meant in difflib.get_close_matches(name, here, n=1, cutoff=0.75):
+                logger.warning(
+                    "No task here is named %s, which has a policy: if %s is meant, its jobs are"
+                    " not staged",
+                    name,
+                    meant,
+                    extra={"action": "task_unknown", "task": name, "similar": meant},
+                )
 
     def tick(
         self,

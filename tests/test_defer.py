@@ -157,6 +157,19 @@ async def test_configure_stages_with_all_it_says(staging, staged):
     assert row["partition_key"] == ""
 
 
+async def test_what_was_configured_before_there_was_a_dispatch_stages(dsn, conn, staged):
+    conn.execute("select dispatch_define_policy('p', '{}')")
+    app = App(connector=PsycopgConnector(conninfo=dsn, min_size=1))
+    task = app.task(name="t")(lambda k: None)
+    kept = task.configure(lock="l")
+    Dispatch(app).policy("p")(task)
+    async with app.open_async():
+        ids = [await kept.defer_async(k=1)] + await kept.batch_defer_async({"k": 2}, {"k": 3})
+    assert [row["id"] for row in staged()] == ids
+    with app.open():
+        assert kept.defer(k=4) == staged()[-1]["id"]
+
+
 @pytest.mark.parametrize("name", ["fetch", "old_fetch"])
 async def test_a_task_that_is_named_stages(staging, staged, name):
     await staging.call(staging.app.configure_task(name), "defer", endpoint=7)

@@ -280,3 +280,22 @@ def test_a_connector_that_is_replaced_for_a_while_decides(app, dispatch):
         job_id = app.configure_task("fetch").defer()
         assert replaced.connector.jobs[job_id]["task_name"] == "fetch"
     assert app.job_manager.connector is real
+
+
+@pytest.mark.parametrize("spelt", ["m.tsak", "m.tasks", "task"])
+def test_a_name_that_is_nearly_that_of_a_task_here_is_warned_of(app, dispatch, caplog, spelt):
+    app.task(name="m.task")(lambda: None)
+    dispatch.policy("p")(spelt)
+    list(dispatch.sync_steps())
+    (record,) = caplog.records
+    assert (record.action, record.task, record.similar) == ("task_unknown", spelt, "m.task")
+    assert "m.task is meant" in record.getMessage()
+
+
+@pytest.mark.parametrize("name", ["m.task", "billing.send", "worker.tasks.fetch_endpoint"])
+def test_a_task_that_lives_elsewhere_is_not_warned_of(app, dispatch, caplog, name):
+    app.task(name="m.task")(lambda: None)
+    dispatch.policy("p")(app.task(name="m.tusk")(lambda: None))
+    dispatch.policy("p")(name)
+    list(dispatch.sync_steps())
+    assert caplog.records == []
