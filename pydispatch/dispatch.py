@@ -11,6 +11,7 @@ import json
 import logging
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar, overload
 
 import psycopg
@@ -26,6 +27,7 @@ from pydispatch.driver import Driver, DriverOptions
 from pydispatch.handoff import Handoff, Query, TickResult
 from pydispatch.manager import DispatchJobManager, Route
 from pydispatch.policy import UNSET, Fairness, Gate, Policy, Unset
+from pydispatch.version import version_steps
 
 __all__ = ["ContextFunction", "Dispatch"]
 
@@ -258,7 +260,8 @@ class Dispatch:
     def sync(self, connection: Any | None = None) -> None:
         """Write the declared policies, and which tasks follow which, all or nothing.
 
-        Does nothing with procrastinate's ``InMemoryConnector``: there is no database.
+        Does nothing with procrastinate's ``InMemoryConnector``: there is no database. Warns where
+        the schema is not at the version of this code.
 
         Args:
             connection: One that the application's connector takes, such as psycopg's
@@ -272,28 +275,32 @@ class Dispatch:
         connector = self.app.connector.get_sync_connector()
         if isinstance(connector, InMemoryConnector):
             return
-        (step,) = self.sync_steps()
-        with errors.translate():
-            if connection is None:
-                connector.execute_query_all(step.query, **step.arguments)
-            else:
-                connector.execute_query_all_with_connection(
-                    connection, step.query, **step.arguments
-                )
+        execute = connector.execute_query_all
+        if connection is not None:
+            execute = partial(connector.execute_query_all_with_connection, connection)
+        steps, rows = self._checked_sync_steps(), None
+        with errors.translate(), contextlib.suppress(StopIteration):
+            while True:
+                step = steps.send(rows)
+                rows = execute(step.query, **step.arguments)
 
     async def sync_async(self, connection: Any | None = None) -> None:
         """Do the same as ``sync``."""
         connector = self.app.connector
         if isinstance(connector, InMemoryConnector):
             return
-        (step,) = self.sync_steps()
-        with errors.translate():
-            if connection is None:
-                await connector.execute_query_all_async(step.query, **step.arguments)
-            else:
-                await connector.execute_query_all_async_with_connection(
-                    connection, step.query, **step.arguments
-                )
+        execute = connector.execute_query_all_async
+        if connection is not None:
+            execute = partial(connector.execute_query_all_async_with_connection, connection)
+        steps, rows = self._checked_sync_steps(), None
+        with errors.translate(), contextlib.suppress(StopIteration):
+            while True:
+                step = steps.send(rows)
+                rows = await execute(step.query, **step.arguments)
+
+    def _checked_sync_steps(self) -> Generator[Query, Any, None]:
+        yield from version_steps()
+        yield from self.sync_steps()
 
     def sync_steps(self, only: Collection[str] | None = None) -> Generator[Query, Any, None]:
         """Yield the statement that writes the policies, or the named ones of them."""

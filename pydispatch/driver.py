@@ -29,6 +29,7 @@ from pydispatch.connect import Source
 from pydispatch.errors import DispatchError, UnknownPolicy
 from pydispatch.handoff import OURS, Handoff, TickResult
 from pydispatch.patience import PatientConnection
+from pydispatch.version import version_steps
 
 if TYPE_CHECKING:
     from pydispatch.dispatch import Dispatch
@@ -284,6 +285,8 @@ class Driver:
             row = await cursor.fetchone()
             assert row is not None
             await cursor.execute(sql.SQL("listen {}").format(sql.Identifier(row["channel"])))
+        if not self._started:
+            await self._handoff.run_async(connection, version_steps())
         if self._dispatch is not None and self._sync and not self._started:
             for name in self._dispatch.policy_names():
                 await self._sync_policy(connection, self._dispatch, name)
