@@ -17,7 +17,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from procrastinate import utils
 from procrastinate.jobs import Job
 from procrastinate.sql import queries
 from typing_extensions import LiteralString
@@ -213,8 +212,8 @@ class Runs:
 
 def _given_back(run: Run) -> Ending:
     """Return the end of a run that never began: the job waits again."""
-    arguments = ("new_priority", "new_queue_name", "new_lock")
-    return Ending(run, "retry_job", {"retry_at": utils.utcnow(), **dict.fromkeys(arguments)})
+    arguments = ("retry_at", "new_priority", "new_queue_name", "new_lock")
+    return Ending(run, "retry_job", dict.fromkeys(arguments))
 
 
 def _run(each: Run | Ending) -> Run:

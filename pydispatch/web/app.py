@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 
 from pydispatch.connect import Source
 from pydispatch.dispatch import Dispatch
-from pydispatch.errors import DispatchError, UnknownPolicy, translated
+from pydispatch.errors import DispatchError, NotMigrated, UnknownPolicy, translated
 from pydispatch.web import acting, pages, security
 from pydispatch.web.asked import first, form_of
 from pydispatch.web.database import UnreachableError
@@ -179,10 +179,9 @@ async def _database_error(request: Request, error: Exception) -> Response:
     """What the database refused: ours with detail and hint, others by their SQLSTATE."""
     site = site_of(request)
     ours = error if isinstance(error, DispatchError) else translated(error)
-    if ours is not None:
+    if ours is not None and not isinstance(ours, NotMigrated):
         status = 404 if isinstance(ours, UnknownPolicy) else 400
         return site.problem(request, status, "The database refused this", error=ours)
-    assert isinstance(error, psycopg.Error)
     logger.error("A page failed", exc_info=error, extra={"action": "page_failed"})
     if isinstance(error, psycopg.errors.QueryCanceled):
         return site.problem(
@@ -199,7 +198,7 @@ async def _database_error(request: Request, error: Exception) -> Response:
         psycopg.errors.UndefinedColumn,
         psycopg.errors.UndefinedObject,
     )
-    if isinstance(error, missing):
+    if isinstance(ours, NotMigrated) or isinstance(error, missing):
         return site.problem(
             request,
             500,
@@ -207,6 +206,7 @@ async def _database_error(request: Request, error: Exception) -> Response:
             "Tables or functions are missing, or older than this dashboard. Is this the right "
             'database and schema? If it is, "pydispatch migrate" brings it up to date.',
         )
+    assert isinstance(error, psycopg.Error)
     if isinstance(error, psycopg.errors.InsufficientPrivilege):
         return site.problem(
             request,
