@@ -1,6 +1,6 @@
 -- The inbox: notes become counters, contexts and due times, whatever the order and however many at a time.
 begin;
-select plan(53);
+select plan(75);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 
@@ -206,6 +206,82 @@ do $$ begin
 end $$;
 select is(pg_temp.state('door'), '0 waiting, 0 in flight, due never', 'a partition whose last jobs are cancelled comes to rest');
 
+-- A clock that was fast ----------------------------------------------------------------------------
+
+do $$ begin
+  perform dispatch_tick('other');
+  perform set_config('dispatch.fake_now', '2026-01-01 06:00+00', true);
+  perform dispatch_stage('other', 't', '{"k": "early"}');
+  perform dispatch_fold('other', dispatch_now());
+  perform set_config('dispatch.fake_now', '2026-01-01 00:00+00', true);
+end $$;
+select is(jobs_admitted, 0, 'a job that was staged while the clock was fast waits for that time') from dispatch_tick('other');
+do $$ begin perform dispatch_resume('other', 'early'); end $$;
+select is(jobs_admitted, 1, 'unless its partition is resumed: then it is looked at whatever it sleeps for') from dispatch_tick('other');
+do $$ begin
+  perform set_config('dispatch.fake_now', '2026-01-01 06:00+00', true);
+  perform dispatch_stage('other', 't', '{"k": "early"}');
+  perform dispatch_fold('other', dispatch_now());
+  perform set_config('dispatch.fake_now', '2026-01-01 00:00+00', true);
+  perform dispatch_define_policy('other', '{"partition_by": "k", "max_queued": 7}');
+end $$;
+select is(jobs_admitted, 1, 'or its definition is changed') from dispatch_tick('other');
+
+-- Notes that cannot be folded ------------------------------------------------------------------------
+
+set local client_min_messages = error;
+do $$ begin perform pg_temp.note('good', 'staged', 1, 0, 1, '{}'), pg_temp.note('bad', 'staged', 1, 0, 1, '{}'); perform pg_temp.fold(); end $$;
+do $$ begin
+  perform pg_temp.note('good', 'staged', 2, 0, 2, '{}'), pg_temp.note('bad', 'finished', -2147483647), pg_temp.note('no id', 'staged', 1, 0, null, '{}'),
+    pg_temp.note('bad', 'finished', -2147483647), pg_temp.note('bad', 'staged', 3, 0, 3, '{}'), pg_temp.note('good', 'removed', -1);
+end $$;
+select is(pg_temp.fold(), 4, 'a note that cannot be folded keeps none from being folded');
+select is(pg_temp.state('good'), '2 waiting, 0 in flight, due 0', 'neither of another partition');
+select is(pg_temp.state('bad'), '4 waiting, -2147483647 in flight, due 0', 'nor of its own');
+select results_eq(
+  $$select kind, jobs, error like '%integer out of range%' or error like '%newest_id%' from dispatch_dead_notes order by id$$,
+  $$values ('staged', 1, true), ('finished', -2147483647, true)$$,
+  'it is set aside, with its error');
+select is(pg_temp.fold(), 0, 'and not tried again by itself');
+select results_eq(
+  $$select level, partition_key is null, message ~ '^2 notes could not be folded' from dispatch_hints where hint = 'dead_notes'$$,
+  $$values ('warning', true, true)$$,
+  'a hint says so');
+do $$ begin perform dispatch_requeue_note(min(id)) from dispatch_dead_notes; end $$;
+select is(pg_temp.fold(), 1, 'it can be tried again');
+select is(pg_temp.state('no id'), '1 waiting, 0 in flight, due 0', 'what could be mended is folded then');
+do $$ begin perform dispatch_discard_note(min(id)) from dispatch_dead_notes; end $$;
+select is(count(*), 0::bigint, 'or thrown away') from dispatch_dead_notes;
+select throws_ok('select dispatch_requeue_note(1)', 'PD006', null, 'one that is not dead cannot be requeued');
+select throws_ok('select dispatch_discard_note(1)', 'PD006', null, 'nor discarded');
+
+do $$ begin
+  perform pg_temp.fold();
+  perform pg_temp.note('crowd ' || n, 'staged', 1, 0, case when n % 3 > 0 then 1 end, '{}') from generate_series(1, 90) as n;
+end $$;
+select is(pg_temp.fold(), 60, 'however many there are');
+select is(count(*), 30::bigint, 'all of them are set aside') from dispatch_dead_notes;
+do $$ begin
+  perform pg_temp.note('crowd', 'staged', 1, 0, null, '{}') from generate_series(1, 150) as n;
+  perform pg_temp.note('after', 'staged', 1, 0, 1, '{}');
+end $$;
+select is(pg_temp.fold(), 0, 'a hundred at a time');
+select is(pg_temp.fold(), 1, 'and then the rest, and what is behind them');
+
+-- Notes that are put off -----------------------------------------------------------------------------
+
+do $$ begin
+  delete from dispatch_inbox where policy_name = 'p';
+  perform pg_temp.note('off', 'staged', 1, 0, 11, '{"v": 1}'), pg_temp.note('off', 'staged', 1, 0, 12, '{"v": 2}'), pg_temp.note('on', 'staged', 1, 0, 13, '{}');
+  update dispatch_inbox set put_off = true where policy_name = 'p';
+  perform pg_temp.note('off', 'staged', 1, 0, 14, '{"v": 4}'), pg_temp.note('on', 'finished', -1);
+end $$;
+select is((dispatch_behind_put_off('p', array(select i from dispatch_inbox as i where policy_name = 'p' and not put_off order by id))),
+  array(select id from dispatch_inbox where policy_name = 'p' and not put_off order by id), 'notes wait behind those of their partition that are put off');
+select is(pg_temp.fold(0, 1), 2, 'of those that are put off, each partition that is free has its share');
+select is(pg_temp.fold(), 3, 'and then all come that wait');
+select is(pg_temp.state('off'), '3 waiting, 0 in flight, due 0', 'they are summed with the others');
+
 -- The rules of a fold by themselves ---------------------------------------------------------------
 
 select results_eq(
@@ -215,11 +291,12 @@ select results_eq(
   'a finish leaves what waits for more than slots, and what is lifted leaves nothing');
 select is(dispatch_still_blocked(null, pg_temp.at(9), true, false), null, 'a finish blocks nothing that was not blocked');
 select results_eq(
-  $$select pg_temp.seconds(dispatch_due_with_notes(pg_temp.at(due), pg_temp.at(was), pg_temp.at(blocked), pg_temp.at(jobs), pg_temp.at(5)))
+  $$select pg_temp.seconds(dispatch_due_with_notes(pg_temp.at(due), pg_temp.at(was), pg_temp.at(blocked), pg_temp.at(jobs), resumed, pg_temp.at(5)))
     from (values
-      (60, 60, 60, 0), (60, 60, 60, null), (60, 60, 9, null), (60, 60, null, null), (null, null, null, 7), (null, 60, null, null), (3, null, null, 7)
-    ) as cases (due, was, blocked, jobs)$$,
-  $$values (60::numeric), (60), (9), (5), (7), (null), (3)$$,
+      (60, 60, 60, 0, false), (60, 60, 60, null, false), (60, 60, 9, null, false), (60, 60, null, null, false), (null, null, null, 7, false),
+      (null, 60, null, null, false), (3, null, null, 7, false), (60, null, null, null, true), (null, null, null, null, true)
+    ) as cases (due, was, blocked, jobs, resumed)$$,
+  $$values (60::numeric), (60), (9), (5), (7), (null), (3), (5), (null)$$,
   'a partition is due when what was lifted lets it, or when the first new job may go, and never later than it was');
 
 select * from finish();

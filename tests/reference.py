@@ -43,6 +43,8 @@ FUNCTIONS = {
         "dispatch_drain",
         "dispatch_requeue_dead",
         "dispatch_discard_dead",
+        "dispatch_requeue_note",
+        "dispatch_discard_note",
         "dispatch_sweep",
         "dispatch_audit",
     ],

@@ -480,6 +480,7 @@ begin
   delete from dispatch_partitions where id = any (v_partitions);
   -- A note of a job that was just staged is left: it leads the sweep to the orphan.
   delete from dispatch_inbox where policy_name = p_name and kind <> 'staged';
+  delete from dispatch_dead_notes where policy_name = p_name;
   delete from dispatch_pauses where policy_name = p_name;
   delete from dispatch_policies where policy_name = p_name;
 end;

@@ -14,7 +14,7 @@ begin
   return query
     select next.*
     from (
-      select * from dispatch_inbox as i where i.policy_name = p_policy order by i.id limit 10000
+      select * from dispatch_inbox as i where i.policy_name = p_policy and not i.put_off order by i.id limit 10000
     ) as next
     where p_partition_id is null or next.partition_id = p_partition_id;
 end;
@@ -80,7 +80,7 @@ begin
         'newest_id', greatest(known.newest_id, sums.newest_id),
         'context', case when sums.newest_id > known.newest_id then sums.context else known.context end,
         'blocked_until', still_blocked_until,
-        'due_at', dispatch_due_with_notes(known.due_at, known.blocked_until, still_blocked_until, sums.due_at, p_now))
+        'due_at', dispatch_due_with_notes(known.due_at, known.blocked_until, still_blocked_until, sums.due_at, sums.any_resumed, p_now))
     end) as folded
     where known.id is not null or sums.partition_key is not null;
 end;

@@ -222,7 +222,7 @@ begin
   ) + (
     select coalesce(sum(noted.jobs), 0)
     from (
-      select i.jobs from dispatch_inbox as i where i.policy_name = p_policy and i.kind in ('staged', 'removed') order by i.id limit 10000
+      select i.jobs from dispatch_inbox as i where i.policy_name = p_policy and i.kind in ('staged', 'removed') order by i.put_off, i.id limit 10000
     ) as noted
   );
 end;
@@ -266,7 +266,7 @@ begin
         from dispatch_inbox as i
         where i.policy_name = p_policy
           and i.kind in ('staged', 'removed')
-        order by i.id
+        order by i.put_off, i.id
         limit p_limit
       )
     ) as counted

@@ -163,7 +163,7 @@ with limits as materialized (
   left join problems as problem on problem.policy_name = policies.policy_name and problem.problem = 'unchecked'
   left join lateral (
     select min(due_at) as since
-    from (select i.due_at from dispatch_inbox as i where i.policy_name = policies.policy_name order by i.id limit 100) as oldest
+    from (select i.due_at from dispatch_inbox as i where i.policy_name = policies.policy_name and not i.put_off order by i.id limit 100) as oldest
   ) as note on note.since < limits.now - limits.due_after
   where (problem.partitions > 0 or note.since is not null)
     and coalesce(ticks.last_at, '-infinity') < limits.now - limits.due_after
@@ -341,6 +341,22 @@ with limits as materialized (
     where d.policy_name = dead.policy_name
     order by d.died_at desc
     limit 1
+  ) as newest
+  union all
+  select
+    'warning', 'dead_notes', notes.policy_name, null,
+    format('%s could not be folded and %s set aside, the last one (%s, of kind %s) %s ago: %s',
+      dispatch_say_count(notes.notes, 'note'), case when notes.notes = 1 then 'is' else 'are' end, newest.id, newest.kind,
+      dispatch_say_span(limits.now - newest.died_at), left(newest.error, 200)),
+    format('See who wrote it (select * from dispatch_dead_notes where policy_name = %L order by died_at desc limit 20), then select dispatch_requeue_note(%s), or throw it away: select dispatch_discard_note(%s). Until then the counters of its partition lack what it says.',
+      notes.policy_name, newest.id, newest.id),
+    notes.since
+  from (
+    select policy_name, count(*) as notes, min(died_at) as since from dispatch_dead_notes group by policy_name
+  ) as notes
+  cross join limits
+  cross join lateral (
+    select n.id, n.kind, n.error, n.died_at from dispatch_dead_notes as n where n.policy_name = notes.policy_name order by n.died_at desc, n.id desc limit 1
   ) as newest
   union all
   select
