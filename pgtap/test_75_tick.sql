@@ -1,6 +1,6 @@
 -- The tick as a whole, over one policy or all, and what tells its caller when to come back.
 begin;
-select plan(53);
+select plan(54);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 
@@ -220,6 +220,13 @@ end;
 $$;
 select is((select jobs_admitted from dispatch_tick('gated')), 1, 'a caller that comes back at that time is not too early');
 select is(dispatch_next_due('gated'), null, 'and after the last job there is nothing to come back for');
+
+do $$
+begin
+  insert into dispatch_inbox (policy_name, partition_id, kind, put_off) values ('gated', dispatch_partition_id('gated', 'held'), 'resumed', true);
+end;
+$$;
+select is(dispatch_next_due('gated'), dispatch_now() + interval '250 ms', 'a note that was put off is looked after now and then');
 
 select * from finish();
 rollback;
