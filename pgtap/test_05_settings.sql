@@ -1,6 +1,6 @@
 -- Settings: defaults, ranges, and a table that holds only what differs.
 begin;
-select plan(73);
+select plan(77);
 
 select is(dispatch_setting(name), value, format('%s is %s unless it is set', name, value))
 from (values
@@ -10,6 +10,7 @@ from (values
   ('admission_retention', 604800),
   ('audit_retention', 7776000),
   ('queueing_lock_backoff', 1),
+  ('limit_timeout', 1),
   ('hint_due_after', 120),
   ('hint_wait_after', 1800),
   ('hint_drain_after', 1800),
@@ -21,7 +22,7 @@ from (values
   ('hint_pause_after', 3600)
 ) as defaults (name, value);
 
-select is(count(*), 15::bigint, 'there are no other settings than these') from dispatch_setting_spec();
+select is(count(*), 16::bigint, 'there are no other settings than these') from dispatch_setting_spec();
 
 select lives_ok(
   format('select dispatch_set(%L, %s), dispatch_set(%L, %s)', name, minimum, name, maximum),

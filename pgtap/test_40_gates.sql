@@ -1,6 +1,6 @@
 -- Gates: where their numbers come from, what happens when there is none, and how several are passed.
 begin;
-select plan(62);
+select plan(65);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 
@@ -153,6 +153,34 @@ from (values
   ('{"c": {"tokens": 5}}', 2, '{"c": {"tokens": 5}}', 'what is no bucket of the policy pays nothing'),
   ('{}', 2, '{}', 'a gate that was never asked has no bucket yet')
 ) as spending (state, jobs, spent, sentence);
+
+-- A limit function that takes too long ----------------------------------------------------------------
+
+create function public.sleepy_limit(p_key text, p_context jsonb) returns numeric language plpgsql as $$
+begin
+  perform pg_sleep(case when p_key ~ 'slow' then 0.05 else 0 end);
+  return 5;
+end $$;
+do $$ begin
+  perform dispatch_set('limit_timeout', 0.02);
+  perform dispatch_define_policy('sleepy', '{"partition_by": "k", "gates": [{"type": "concurrency", "max": {"sql": "public.sleepy_limit", "default": null}}]}');
+  perform dispatch_stage('sleepy', 't', '{"k": "a"}'), dispatch_stage('sleepy', 't', '{"k": "slow"}'), dispatch_stage('sleepy', 't', '{"k": "z"}');
+end $$;
+select results_eq(
+  $$select jobs_admitted, denied_reasons from dispatch_tick('sleepy')$$, $$values (2, '{"limit_error": 1}'::jsonb)$$,
+  'a limit function that takes longer than limit_timeout denies its partition, and no other');
+select results_eq(
+  $$select blocked_reason ~ '^limit_error: it took 0\.0[5-9].* s, and limit_timeout is 0.02 s', due_at - dispatch_now() from dispatch_partitions where policy_name = 'sleepy' and partition_key = 'slow'$$,
+  $$values (true, interval '10 s')$$,
+  'with the reason, and for a while');
+do $$ begin
+  perform dispatch_stage('sleepy', 't', jsonb_build_object('k', 'slow ' || n)) from generate_series(1, 10) as n;
+  perform dispatch_tick('sleepy');
+end $$;
+select ok(count(*) between 5 and 9, 'of many that take long, a tick asks a few and leaves the others to the next')
+from dispatch_partitions
+where policy_name = 'sleepy'
+  and due_at = dispatch_now();
 
 select * from finish();
 rollback;

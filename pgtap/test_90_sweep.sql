@@ -1,6 +1,6 @@
 -- The sweep: slots and counters set right, lost workers, orphans, and what is forgotten.
 begin;
-select plan(85);
+select plan(91);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 
@@ -653,6 +653,30 @@ end;
 $$;
 select is((select pending_count from dispatch_partitions where policy_name = 'lost'), 1::bigint, 'the counter follows');
 select is((select array_agg(task_name) from dispatch_staged_jobs where policy_name = 'lost'), '{z3}', 'one whose row is parked waits on');
+
+-- Limit functions that take their time ----------------------------------------------------------------
+
+create function public.slow_limit(text, jsonb) returns numeric language plpgsql as $$ begin perform pg_sleep(0.1); return 5; end $$;
+do $$ begin
+  delete from dispatch_sweep_positions;
+  perform dispatch_define_policy('slow', '{"partition_by": "k", "gates": [{"type": "throttle", "rate": {"sql": "public.slow_limit", "default": null}, "per": 1}]}');
+  insert into dispatch_partitions (id, policy_name, partition_key, first_seen_at, gate_state)
+  select dispatch_partition_id('slow', n::text), 'slow', n::text, dispatch_now() - interval '9 days', '{"throttle": {"tokens": 1, "at": 0}}'
+  from generate_series(1, 50) as n;
+end $$;
+create temporary table walk on commit drop as select (dispatch_sweep_partitions(dispatch_now(), 10000, false)).forgotten as unasked;
+select is(unasked, 0::bigint, 'a sweep that has recovered something asks no limit function before that is committed') from walk;
+select ok(forgotten between 5 and 40, 'one that takes long is asked for about two seconds') from dispatch_sweep_partitions(dispatch_now(), 10000);
+select ok(forgotten between 5 and 40, 'and the next sweep goes on') from dispatch_sweep_partitions(dispatch_now(), 10000);
+select ok(count(*) <= 25, 'where the last one left off') from dispatch_partitions where policy_name = 'slow';
+do $$ begin
+  perform dispatch_define_policy('slow', '{"partition_by": "k", "gates": [{"type": "throttle", "rate": 1, "per": 1}, {"type": "concurrency", "max": {"sql": "public.slow_limit", "default": null}}]}');
+  delete from dispatch_sweep_positions;
+end $$;
+create temporary table begun on commit drop as select clock_timestamp() as at;
+do $$ begin perform dispatch_sweep_partitions(dispatch_now(), 10000); end $$;
+select ok(clock_timestamp() < at + interval '1 second', 'a limit that has no bucket is not asked for') from begun;
+select is(count(*), 0::bigint, 'and the rest is forgotten at once') from dispatch_partitions where policy_name = 'slow';
 
 select * from finish();
 rollback;

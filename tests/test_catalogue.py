@@ -340,6 +340,8 @@ def test_the_clock_alone_knows_what_time_it_is(functions):
         "dispatch_settle_outcomes",
         "dispatch_force",
         "dispatch_run",
+        "dispatch_resolve",
+        "dispatch_sweep_partitions",
     }
 
 

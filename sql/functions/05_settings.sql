@@ -13,6 +13,7 @@ begin atomic
     ('admission_retention', 604800.0, 60.0, 315360000.0, 'Seconds for which an admission is kept after its job is gone.'),
     ('audit_retention', 7776000.0, 60.0, 315360000.0, 'Seconds for which entries of the audit log are kept.'),
     ('queueing_lock_backoff', 1.0, 0.01, 3600.0, 'Seconds after which a job whose queueing lock was held is tried again.'),
+    ('limit_timeout', 1.0, 0.001, 3600.0, 'Seconds that a limit function may take for one partition, which is denied when it takes longer; a tick asks for five times as long in all, and leaves the rest to the next.'),
     -- What dispatch_hints speaks of, each with the reason for its default.
     ('hint_due_after', 120.0, 1.0, 31536000.0, 'Hints: seconds for which something may be due and not looked at. A driver looks within a second; of cron''s runs, one a minute, two would be missed.'),
     ('hint_wait_after', 1800.0, 1.0, 31536000.0, 'Hints: seconds for which a gate may hold a partition''s jobs with none admitted. Most limits are per second, minute or a few; raise it where a rate is per hour.'),

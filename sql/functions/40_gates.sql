@@ -50,14 +50,38 @@ end;
 $$;
 comment on function dispatch_ask_limit(text, jsonb, text, jsonb) is 'What a user''s limit function says of a partition; its default when it returns null. Raises what the function raises.';
 
+create or replace function dispatch_only_lookups(p_policy dispatch_policies, p_gate_type text)
+returns dispatch_policies
+language plpgsql
+immutable
+parallel safe
+as $$
+begin
+  p_policy.lookups := (
+    select coalesce(jsonb_agg(lookup), '[]')
+    from jsonb_array_elements(p_policy.gates) as gate
+    join jsonb_array_elements(p_policy.lookups) as lookup on split_part(lookup ->> 'name', '.', 1) = gate ->> 'name'
+    where gate ->> 'type' = p_gate_type
+  );
+  return p_policy;
+end;
+$$;
+comment on function dispatch_only_lookups(dispatch_policies, text) is 'A policy of which dispatch_resolve() looks up what gates of one type need, and nothing else.';
+
+-- What a user's function does cannot be broken off from here. So it is kept from waiting for a lock; one that takes too long
+-- denies its partition, as one that raises does; and once all of them have had their time, the rest is asked the next time.
 create or replace function dispatch_resolve(p_policy dispatch_policies, p_claims dispatch_claim[], p_now timestamptz)
 returns dispatch_claim[]
 language plpgsql
 set search_path from current
+set lock_timeout = '100ms'
 as $$
 declare
   v_claim dispatch_claim;
   v_lookup jsonb;
+  v_timeout interval;
+  v_until timestamptz;
+  v_begin timestamptz;
 begin
   if p_policy.lookups = '[]' then
     return p_claims;
@@ -82,18 +106,32 @@ begin
     return p_claims;
   end if;
 
+  v_timeout := dispatch_setting_span('limit_timeout');
+  v_until := clock_timestamp() + 5 * v_timeout;
   -- A user's function may raise: it then denies the partition that it was asked for, and no other.
   for v_i in 1 .. cardinality(p_claims) loop
     v_claim := p_claims[v_i];
+    v_begin := clock_timestamp();
     begin
+      if v_begin > v_until then
+        raise exception using errcode = 'UNDO0', message = 'not asked yet, for limit functions took too long';
+      end if;
       for v_lookup in select lookup from jsonb_array_elements(p_policy.lookups) as lookup where lookup ? 'sql' loop
         v_claim.params := v_claim.params || jsonb_build_object(v_lookup ->> 'name',
           dispatch_ask_limit(v_lookup ->> 'sql', v_lookup -> 'default', v_claim.partition_key, v_claim.context));
       end loop;
+      if clock_timestamp() > v_begin + v_timeout then
+        raise exception 'it took % s, and limit_timeout is % s', round(extract(epoch from clock_timestamp() - v_begin)::numeric, 3),
+          extract(epoch from v_timeout)::float8;
+      end if;
     exception
       when others or assert_failure then
+        if sqlstate = '55P03' then
+          -- Whoever has waited for one has waited for all.
+          perform set_config('lock_timeout', '1ms', true);
+        end if;
         v_claim.allowed := 0;
-        v_claim.retry_at := p_now + interval '10 seconds';
+        v_claim.retry_at := p_now + case when sqlstate = 'UNDO0' then '0' else interval '10 seconds' end;
         v_claim.retry_after_finish := v_claim.retry_at;
         v_claim.reason := format('limit_error: %s', left(sqlerrm, 200));
     end;
@@ -102,7 +140,7 @@ begin
   return p_claims;
 end;
 $$;
-comment on function dispatch_resolve(dispatch_policies, dispatch_claim[], timestamptz) is 'The claims with their gate parameters looked up: from the partition''s context or from the user''s limit functions. A function that raises denies its partition for 10 seconds, with the error as the reason.';
+comment on function dispatch_resolve(dispatch_policies, dispatch_claim[], timestamptz) is 'The claims with their gate parameters looked up: from the partition''s context or from the user''s limit functions. A function that raises, waits for a lock or takes longer than limit_timeout denies its partition for 10 seconds, with the error as the reason. After five times limit_timeout no more are asked: the rest is denied, and due again at once.';
 
 create or replace function dispatch_narrow(p_claim dispatch_claim, p_gate_state jsonb, p_allowed numeric, p_retry_at timestamptz, p_retry_after_finish timestamptz, p_reason text)
 returns dispatch_claim

@@ -103,9 +103,12 @@ stable
 set search_path from current
 as $$
 begin
+  if not p_partition.gate_state @? '$.*.tokens' then
+    return true;
+  end if;
   return not exists (
     select
-    from unnest(dispatch_resolve(p_policy, array[dispatch_new_claim(p_policy, p_partition, 1)], p_now)) as c
+    from unnest(dispatch_resolve(dispatch_only_lookups(p_policy, 'throttle'), array[dispatch_new_claim(p_policy, p_partition, 1)], p_now)) as c
     cross join jsonb_array_elements(p_policy.gates) as gate
     cross join lateral (
       select
@@ -181,7 +184,7 @@ end;
 $$;
 comment on function dispatch_reconcile(uuid[], timestamptz) is 'Sets in_flight_count of partitions that the caller has locked right by their slots and the finishes that are not folded yet. Returns how many it had to change.';
 
-create or replace function dispatch_sweep_partitions(p_now timestamptz, p_limit integer, out reconciled bigint, out forgotten bigint)
+create or replace function dispatch_sweep_partitions(p_now timestamptz, p_limit integer, p_ask boolean default true, out reconciled bigint, out forgotten bigint)
 language plpgsql
 set search_path from current
 set plan_cache_mode = force_generic_plan
@@ -197,6 +200,8 @@ declare
   v_page uuid[];
   v_suspects uuid[];
   v_held uuid[];
+  v_until timestamptz;
+  v_last uuid;
   v_id uuid;
 begin
   forgotten := 0;
@@ -230,7 +235,14 @@ begin
       and p.in_flight_count <> (select count(*) from dispatch_inflight_jobs as slot where slot.policy_name = p.policy_name and slot.partition_id = p.id)
   ), p_now);
 
+  -- Limit functions are asked here, which may take their time: where it is up, the next sweep goes on.
+  v_until := clock_timestamp() + interval '2 seconds';
   foreach v_id in array v_held loop
+    if clock_timestamp() > v_until and v_last is not null then
+      update dispatch_sweep_positions set position = v_last where walk = 'partitions';
+      exit;
+    end if;
+    v_last := v_id;
     delete from dispatch_partitions as p
     using dispatch_policies as policy
     where p.id = v_id
@@ -240,6 +252,7 @@ begin
       and p.pending_count = 0
       and greatest(p.last_checked_at, p.last_admitted_at, p.first_seen_at) < v_inactive_since
       and not exists (select from dispatch_staged_jobs as s where s.partition_id = p.id)
+      and (p_ask or not policy.lookups @? '$[*].sql')
       and dispatch_buckets_full(policy, p, p_now);
     if found then
       forgotten := forgotten + 1;
@@ -260,7 +273,7 @@ begin
   end loop;
 end;
 $$;
-comment on function dispatch_sweep_partitions(timestamptz, integer) is 'Walks over the partitions: sets in_flight_count right by the slots, forgets those idle for partition_inactive_after whose buckets are full again.';
+comment on function dispatch_sweep_partitions(timestamptz, integer, boolean) is 'Walks over the partitions: sets in_flight_count right by the slots, forgets those idle for partition_inactive_after whose buckets are full again. After about 2 seconds it leaves the rest to the next. Without p_ask, no limit function is asked, and who would need one stays.';
 
 create or replace function dispatch_sweep_old(p_now timestamptz, p_limit integer,
   out samples bigint, out policy_samples bigint, out admissions bigint, out audit_entries bigint)
@@ -318,16 +331,21 @@ as $$
 declare
   v_now constant timestamptz := dispatch_now();
   v_limit constant integer := 10000;
+  v_ended bigint;
+  v_stalled bigint;
+  v_orphans bigint;
   v_partitions record;
   v_old record;
 begin
   if not pg_try_advisory_xact_lock(hashtext('dispatch_sweep'), 'dispatch_partitions'::regclass::oid::integer) then
     return;
   end if;
-  return query select 'slots of ended jobs', dispatch_sweep_ended(v_limit);
-  return query select 'slots of lost workers', dispatch_sweep_stalled(v_now, v_limit);
-  return query select 'orphaned jobs', dispatch_sweep_orphans(v_now, v_limit);
-  v_partitions := dispatch_sweep_partitions(v_now, v_limit);
+  v_ended := dispatch_sweep_ended(v_limit);
+  v_stalled := dispatch_sweep_stalled(v_now, v_limit);
+  v_orphans := dispatch_sweep_orphans(v_now, v_limit);
+  return query values ('slots of ended jobs', v_ended), ('slots of lost workers', v_stalled), ('orphaned jobs', v_orphans);
+  -- A limit function may never come back: what was recovered is committed before one is asked.
+  v_partitions := dispatch_sweep_partitions(v_now, v_limit, v_ended + v_stalled + v_orphans = 0);
   return query values ('counters set right', v_partitions.reconciled), ('idle partitions', v_partitions.forgotten);
   return query select 'ticks counted', dispatch_count_ticks(v_now, v_limit);
   v_old := dispatch_sweep_old(v_now, v_limit);
@@ -336,4 +354,4 @@ begin
   return query select 'policies sampled', dispatch_sample_policies(v_now);
 end;
 $$;
-comment on function dispatch_sweep() is 'Recovery and retention; call it every 30 seconds or so (a driver does). Returns how many rows each task touched; nothing when another session sweeps. Takes at most 10000 rows a task, so a large backlog of work takes several sweeps.';
+comment on function dispatch_sweep() is 'Recovery and retention; call it every 30 seconds or so (a driver does). Returns how many rows each task touched; nothing when another session sweeps. Takes at most 10000 rows a task, and asks limit functions for about 2 seconds, so a large backlog of work takes several sweeps.';
