@@ -1,6 +1,6 @@
 -- Adaptive concurrency: steps computed by hand, a fold that equals single steps, and what counts as an observation.
 begin;
-select plan(65);
+select plan(70);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 
@@ -10,9 +10,9 @@ return '2026-01-01 00:00+00'::timestamptz + make_interval(secs => p_seconds::flo
 -- One step ------------------------------------------------------------------------------------------
 
 -- Target 1000 ms, alpha 0.5, factors 0.5 and 0.95: the cap and the average after one observation.
-create function pg_temp.step(p_cap integer, p_average float8, p_succeeded boolean, p_lag float8, p_min integer default 1, p_max integer default null, p_alpha float8 default 0.5)
+create function pg_temp.step(p_cap integer, p_average float8, p_succeeded boolean, p_lag float8, p_min integer default 1, p_max integer default null, p_alpha float8 default 0.5, p_in_flight integer default null)
 returns text language sql
-return (select current_max || ' ' || ewma_lag_ms from dispatch_aimd_step(p_cap, p_average, p_succeeded, p_lag, 1000, p_alpha, 0.5, 0.95, p_min, p_max));
+return (select current_max || ' ' || ewma_lag_ms from dispatch_aimd_step(p_cap, p_average, p_succeeded, p_lag, 1000, p_alpha, 0.5, 0.95, p_min, p_max, p_in_flight));
 
 select is(result, expected, sentence)
 from (values
@@ -33,7 +33,10 @@ from (values
   (pg_temp.step(2, 0, true, 0, p_min => 6), '6 0', 'a raised min lifts it'),
   (pg_temp.step(2, 0, true, 0, p_min => 6, p_max => 4), '6 0', 'where max is below min, min holds'),
   (pg_temp.step(3, 0, true, 300, p_alpha => 1), '4 300', 'with an alpha of 1 the average is the last lag'),
-  (pg_temp.step(3, 1000, true, 0, p_alpha => 0.25), '4 750', 'a smaller alpha moves it less')
+  (pg_temp.step(3, 1000, true, 0, p_alpha => 0.25), '4 750', 'a smaller alpha moves it less'),
+  (pg_temp.step(10, 0, true, 0, p_in_flight => 5), '11 0', 'a cap of which half is in use grows'),
+  (pg_temp.step(11, 0, true, 0, p_in_flight => 5), '11 0', 'one of which less is does not'),
+  (pg_temp.step(11, 0, false, 0, p_in_flight => 1), '5 0', 'though it is cut')
 ) as steps (result, expected, sentence);
 
 -- The knobs -----------------------------------------------------------------------------------------
@@ -118,7 +121,7 @@ create function pg_temp.adapt(variadic p_observations dispatch_observation[]) re
   select dispatch_adapt('a', p_observations, pg_temp.at(50));
 $$;
 create function pg_temp.saw(p_key text, p_succeeded boolean, p_lag float8) returns dispatch_observation language sql
-return row(dispatch_partition_id('a', p_key), p_succeeded, p_lag)::dispatch_observation;
+return row(dispatch_partition_id('a', p_key), p_succeeded, p_lag, null)::dispatch_observation;
 
 do $$ begin
   delete from dispatch_adaptive_stats;
@@ -146,7 +149,7 @@ do $$ begin
   perform dispatch_adapt('a', array[pg_temp.saw('x', true, 500)], pg_temp.at(3720));
 end $$;
 select is(pg_temp.history(), '120: 4, 500; 3600: 5, 500; 3720: 6, 500', 'of an hour');
-do $$ begin perform dispatch_adapt('a', array[row(gen_random_uuid(), true, 5)::dispatch_observation], pg_temp.at(50)), dispatch_adapt('plain', array[pg_temp.saw('x', true, 5)], pg_temp.at(50)); end $$;
+do $$ begin perform dispatch_adapt('a', array[row(gen_random_uuid(), true, 5, 1)::dispatch_observation], pg_temp.at(50)), dispatch_adapt('plain', array[pg_temp.saw('x', true, 5)], pg_temp.at(50)); end $$;
 select is(count(*), 2::bigint, 'a partition that is gone, or a policy without such a gate, learns nothing') from dispatch_adaptive_stats;
 
 -- 200 observations of no order, folded whole, in bites of 7, and one by one.
@@ -214,6 +217,29 @@ select is(
     from dispatch_adaptive_stats join dispatch_partitions as p on p.id = partition_id where p.policy_name = 'jobs'),
   '1 note, 5 500 3', 'a job of another worker, whose start nobody saw, frees its slot and teaches nothing');
 select is(pg_temp.run(3.5, 'succeeded'), '4 2000 4, 1 in flight', 'jobs that wait too long for a worker cut the cap');
+
+-- A cap that is not in use ------------------------------------------------------------------------------
+
+do $$ begin
+  perform dispatch_define_policy('single', '{"gates": [{"type": "adaptive_concurrency", "initial_max": 2, "target_lag_ms": 1000}]}');
+  for v_i in 1 .. 20 loop
+    perform dispatch_stage('single', 't');
+    perform dispatch_tick('single');
+    update procrastinate_jobs as job set status = 'doing' from dispatch_inflight_jobs as slot where slot.job_id = job.id and slot.policy_name = 'single';
+    update procrastinate_events set at = dispatch_now();
+    update procrastinate_jobs as job set status = 'succeeded' from dispatch_inflight_jobs as slot where slot.job_id = job.id and slot.policy_name = 'single';
+  end loop;
+  perform dispatch_stage('single', 't') from generate_series(1, 50);
+end $$;
+select is(jobs_admitted, 3, 'however many jobs went one after the other, the cap is not what was never in flight') from dispatch_tick('single');
+do $$ begin
+  update dispatch_partitions set in_flight_count = 6 where policy_name = 'single';
+  insert into dispatch_inbox (policy_name, partition_id, kind, jobs, succeeded, lag_ms)
+  select 'single', dispatch_partition_id('single', ''), 'finished', -1, true, 0 from generate_series(1, 6);
+  perform dispatch_fold('single', pg_temp.at(0));
+end $$;
+select is(current_max, 7, 'of many that end together, each is counted as in flight until its turn: with 6, 5, 4 and 3 of them it grows')
+from dispatch_adaptive_stats where partition_id = dispatch_partition_id('single', '');
 
 select * from finish();
 rollback;

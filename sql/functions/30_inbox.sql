@@ -337,6 +337,30 @@ end;
 $$;
 comment on function dispatch_take_notes(text, integer, bigint[]) is 'Locks the notes that a fold may take, in the order of their ids: the oldest p_limit, and of those put off about as many that are free; or (p_only) some. behind = those of them that have to wait for older ones which were put off.';
 
+create or replace function dispatch_to_observations(p_notes dispatch_inbox[], p_partitions dispatch_partitions[])
+returns dispatch_observation[]
+language plpgsql
+immutable
+parallel safe
+as $$
+begin
+  return array(
+    select row(note.partition_id, note.succeeded, note.lag_ms, p.in_flight_count + note.slots)::dispatch_observation
+    from (
+      select
+        id, partition_id, succeeded, lag_ms,
+        coalesce(sum(jobs) filter (where kind = 'finished')
+          over (partition by partition_id order by id rows between unbounded preceding and 1 preceding), 0) as slots
+      from unnest(p_notes)
+    ) as note
+    left join unnest(p_partitions) as p on p.id = note.partition_id
+    where note.succeeded is not null
+    order by note.id
+  );
+end;
+$$;
+comment on function dispatch_to_observations(dispatch_inbox[], dispatch_partitions[]) is 'What notes tell the adaptive gates, in the order of their ids, and how many were in flight at each, of partitions as they stand before the fold.';
+
 create or replace function dispatch_apply_notes(
   p_policy text, p_notes dispatch_inbox[], p_held dispatch_partitions[], p_rows tid[], p_now timestamptz
 )
@@ -349,8 +373,6 @@ set enable_bitmapscan = off
 set enable_mergejoin = off
 set jit = off
 as $$
-declare
-  v_observations dispatch_observation[];
 begin
   with changes as materialized (
     select
@@ -395,14 +417,8 @@ begin
     and partition_key is not null
   order by partition_id;
 
-  v_observations := array(
-    select row(partition_id, succeeded, lag_ms)::dispatch_observation
-    from unnest(p_notes)
-    where succeeded is not null
-    order by id
-  );
-  if v_observations <> '{}' then
-    perform dispatch_adapt(p_policy, v_observations, p_now);
+  if exists (select from unnest(p_notes) where succeeded is not null) then
+    perform dispatch_adapt(p_policy, dispatch_to_observations(p_notes, p_held), p_now);
   end if;
 end;
 $$;

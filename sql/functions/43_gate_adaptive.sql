@@ -1,11 +1,12 @@
 -- Adaptive concurrency: a cap that each partition finds for itself, by additive increase and multiplicative decrease
 -- (Chiu and Jain 1989; Jacobson 1988) on a moving average of the time that jobs wait from admission to start.
--- Invariant: folding many observations equals applying them one by one in the order they were made.
+-- Invariants: folding many observations equals applying them one by one in the order they were made; a cap grows only while
+-- at least half of it is in use, for of what was never in flight nothing is known.
 
 create or replace function dispatch_aimd_step(
   p_current_max integer, p_ewma_lag_ms double precision, p_succeeded boolean, p_lag_ms double precision,
   p_target_lag_ms double precision, p_alpha double precision, p_failure_factor double precision, p_overload_factor double precision,
-  p_min integer, p_max integer,
+  p_min integer, p_max integer, p_in_flight integer,
   out current_max integer, out ewma_lag_ms double precision
 )
 language plpgsql
@@ -18,12 +19,38 @@ begin
   current_max := case
     when not p_succeeded then floor(p_current_max * p_failure_factor)
     when ewma_lag_ms > p_target_lag_ms then floor(p_current_max * p_overload_factor)
+    when p_in_flight < p_current_max / 2.0 then p_current_max
     else p_current_max + 1
   end;
   current_max := greatest(least(current_max, p_max), p_min);
 end;
 $$;
-comment on function dispatch_aimd_step(integer, double precision, boolean, double precision, double precision, double precision, double precision, double precision, integer, integer) is 'One observation: the moving average takes in the lag, then the cap is cut (failure, or average above target) or grows by one; never below p_min nor above p_max (null: no top).';
+comment on function dispatch_aimd_step(integer, double precision, boolean, double precision, double precision, double precision, double precision, double precision, integer, integer, integer) is 'One observation: the moving average takes in the lag, then the cap is cut (failure, or average above target) or, if p_in_flight (the job itself among them) are at least half of it, grows by one; never below p_min nor above p_max (null: no top).';
+
+create or replace function dispatch_aimd_steps(
+  p_current_max integer, p_ewma_lag_ms double precision, p_observations dispatch_observation[],
+  p_target_lag_ms double precision, p_alpha double precision, p_failure_factor double precision, p_overload_factor double precision,
+  p_min integer, p_max integer,
+  out current_max integer, out ewma_lag_ms double precision
+)
+language plpgsql
+immutable
+parallel safe
+as $$
+declare
+  v_seen dispatch_observation;
+begin
+  current_max := p_current_max;
+  ewma_lag_ms := p_ewma_lag_ms;
+  foreach v_seen in array coalesce(p_observations, '{}') loop
+    select step.current_max, step.ewma_lag_ms
+    into current_max, ewma_lag_ms
+    from dispatch_aimd_step(current_max, ewma_lag_ms, v_seen.succeeded, v_seen.lag_ms, p_target_lag_ms, p_alpha, p_failure_factor,
+      p_overload_factor, p_min, p_max, v_seen.in_flight) as step;
+  end loop;
+end;
+$$;
+comment on function dispatch_aimd_steps(integer, double precision, dispatch_observation[], double precision, double precision, double precision, double precision, integer, integer) is 'Observations one after the other, each as in dispatch_aimd_step().';
 
 create or replace function dispatch_aimd_params(p_params jsonb, p_gate text,
   out initial_max integer, out target_lag_ms double precision, out floor_max integer, out top_max integer,
@@ -101,81 +128,72 @@ end;
 $$;
 comment on function dispatch_gate_adaptive_concurrency(dispatch_claim[], text, timestamptz) is 'Lets max(current_max, min) - in flight jobs pass; with nothing in flight at least initial_max, so that an idle partition leaves the floor.';
 
-create or replace function dispatch_sample_adaptive(p_partition_id uuid, p_gate text, p_current_max integer, p_ewma_lag_ms double precision, p_now timestamptz)
-returns void
-language plpgsql
-set search_path from current
-set enable_seqscan = off
-as $$
-begin
-  insert into dispatch_adaptive_samples (partition_id, gate_name, minute, current_max, ewma_lag_ms)
-  values (p_partition_id, p_gate, date_trunc('minute', p_now), p_current_max, p_ewma_lag_ms)
-  on conflict on constraint dispatch_adaptive_samples_pkey do nothing;
-  if found then
-    delete from dispatch_adaptive_samples
-    where partition_id = p_partition_id
-      and gate_name = p_gate
-      and minute < p_now - interval '1 hour';
-  end if;
-end;
-$$;
-comment on function dispatch_sample_adaptive(uuid, text, integer, double precision, timestamptz) is 'Keeps what a gate has come to, once a minute, and forgets what is older than an hour.';
-
 create or replace function dispatch_adapt(p_policy text, p_observations dispatch_observation[], p_now timestamptz)
 returns void
 language plpgsql
 set search_path from current
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_nestloop = off
+set enable_mergejoin = off
+set jit = off
 as $$
 declare
-  v_policy constant dispatch_policies := dispatch_policy(p_policy);
-  v_seen record;
-  v_gate text;
-  v_params jsonb;
-  v_knobs record;
-  v_stats dispatch_adaptive_stats;
-  v_step record;
+  v_policy constant dispatch_policies := dispatch_only_lookups(dispatch_policy(p_policy), 'adaptive_concurrency');
+  v_claims dispatch_claim[];
 begin
   if not dispatch_adapts(v_policy.gates) then
     return;
   end if;
+  v_claims := dispatch_resolve(v_policy, array(
+    select dispatch_new_claim(v_policy, p, (row_number() over (order by p.id))::integer)
+    from dispatch_partitions as p
+    where p.id = any (array(select distinct partition_id from unnest(p_observations)))
+    order by p.id
+  ), p_now);
 
-  for v_seen in
+  with seen as (
     select
       o.partition_id,
-      array_agg(o.succeeded order by o.ordinality) as succeeded,
-      array_agg(o.lag_ms order by o.ordinality) as lag_ms
+      array_agg(row(o.partition_id, o.succeeded, o.lag_ms, o.in_flight)::dispatch_observation order by o.ordinality) as observations
     from unnest(p_observations) with ordinality as o
     group by o.partition_id
-    order by o.partition_id
-  loop
-    select c.params into v_params
-    from dispatch_partitions as p
-    cross join lateral unnest(dispatch_resolve(v_policy, array[dispatch_new_claim(v_policy, p, 1)], p_now)) as c
-    where p.id = v_seen.partition_id;
-    continue when not found;
-
-    for v_gate in select gate ->> 'name' from jsonb_array_elements(v_policy.gates) as gate where gate ->> 'type' = 'adaptive_concurrency' loop
-      v_knobs := dispatch_aimd_params(v_params, v_gate);
-      select * into v_stats from dispatch_adaptive_stats where partition_id = v_seen.partition_id and gate_name = v_gate;
-      if not found then
-        v_stats := row(v_seen.partition_id, v_gate, v_knobs.initial_max, 0, 0, p_now)::dispatch_adaptive_stats;
-      end if;
-
-      for v_i in 1 .. cardinality(v_seen.succeeded) loop
-        v_step := dispatch_aimd_step(v_stats.current_max, v_stats.ewma_lag_ms, v_seen.succeeded[v_i], v_seen.lag_ms[v_i],
-          v_knobs.target_lag_ms, v_knobs.alpha, v_knobs.failure_factor, v_knobs.overload_factor, v_knobs.floor_max, v_knobs.top_max);
-        v_stats.current_max := v_step.current_max;
-        v_stats.ewma_lag_ms := v_step.ewma_lag_ms;
-      end loop;
-
-      insert into dispatch_adaptive_stats (partition_id, gate_name, current_max, ewma_lag_ms, sample_count, updated_at)
-      values (v_seen.partition_id, v_gate, v_stats.current_max, v_stats.ewma_lag_ms, v_stats.sample_count + cardinality(v_seen.succeeded), p_now)
-      on conflict on constraint dispatch_adaptive_stats_pkey do update
-      set (current_max, ewma_lag_ms, sample_count, updated_at)
-        = (excluded.current_max, excluded.ewma_lag_ms, excluded.sample_count, excluded.updated_at);
-      perform dispatch_sample_adaptive(v_seen.partition_id, v_gate, v_stats.current_max, v_stats.ewma_lag_ms, p_now);
-    end loop;
-  end loop;
+  ), learned as (
+    insert into dispatch_adaptive_stats as known (partition_id, gate_name, current_max, ewma_lag_ms, sample_count, updated_at)
+    select c.partition_id, gate.name, steps.current_max, steps.ewma_lag_ms, coalesce(stats.sample_count, 0) + cardinality(seen.observations), p_now
+    from unnest(v_claims) as c
+    join seen on seen.partition_id = c.partition_id
+    cross join lateral (
+      select gate ->> 'name' as name from jsonb_array_elements(v_policy.gates) as gate where gate ->> 'type' = 'adaptive_concurrency'
+    ) as gate
+    cross join lateral dispatch_aimd_params(c.params, gate.name) as knobs
+    left join lateral (
+      select * from dispatch_adaptive_stats where partition_id = c.partition_id and gate_name = gate.name limit 1
+    ) as stats on true
+    cross join lateral dispatch_aimd_steps(coalesce(stats.current_max, knobs.initial_max), coalesce(stats.ewma_lag_ms, 0),
+      seen.observations, knobs.target_lag_ms, knobs.alpha, knobs.failure_factor, knobs.overload_factor, knobs.floor_max, knobs.top_max) as steps
+    on conflict on constraint dispatch_adaptive_stats_pkey do update
+    set (current_max, ewma_lag_ms, sample_count, updated_at)
+      = (excluded.current_max, excluded.ewma_lag_ms, excluded.sample_count, excluded.updated_at)
+    returning known.partition_id, known.gate_name, known.current_max, known.ewma_lag_ms
+  ), samples as (
+    insert into dispatch_adaptive_samples (partition_id, gate_name, minute, current_max, ewma_lag_ms)
+    select partition_id, gate_name, date_trunc('minute', p_now), current_max, ewma_lag_ms
+    from learned
+    on conflict on constraint dispatch_adaptive_samples_pkey do nothing
+    returning partition_id, gate_name
+  )
+  delete from dispatch_adaptive_samples as old
+  using samples
+  cross join lateral (
+    select ctid as place
+    from dispatch_adaptive_samples
+    where partition_id = samples.partition_id
+      and gate_name = samples.gate_name
+      and minute < p_now - interval '1 hour'
+  ) as past
+  where old.ctid = past.place;
 end;
 $$;
-comment on function dispatch_adapt(text, dispatch_observation[], timestamptz) is 'Folds observations, in the order given, into the adaptive gates'' statistics of their partitions.';
+comment on function dispatch_adapt(text, dispatch_observation[], timestamptz) is 'Folds observations, in the order given, into the adaptive gates'' statistics of their partitions. Keeps what a gate has come to, once a minute, and forgets what is older than an hour.';

@@ -88,23 +88,26 @@ $$;
 comment on function dispatch_as_folded(dispatch_policies, uuid, timestamptz) is 'One partition as the next dispatch_fold() would leave it; with a null, those that the next tick may claim. A later note than the next 10,000 is not seen.';
 
 create or replace function dispatch_observations(p_policy text, p_only uuid)
-returns table (partition_id uuid, succeeded boolean[], lags_ms double precision[])
+returns table (partition_id uuid, observations dispatch_observation[])
 language plpgsql
 stable
+set search_path from current
+set enable_seqscan = off
 as $$
+declare
+  v_notes constant dispatch_inbox[] := array(select note from dispatch_unfolded(p_policy, p_only) as note);
 begin
   return query
-    select note.partition_id, array_agg(note.succeeded order by note.id), array_agg(note.lag_ms order by note.id)
-    from dispatch_unfolded(p_policy, p_only) as note
-    where note.succeeded is not null
-    group by note.partition_id;
+    select o.partition_id, array_agg(row(o.partition_id, o.succeeded, o.lag_ms, o.in_flight)::dispatch_observation order by o.ordinality)
+    from unnest(dispatch_to_observations(v_notes, array(
+      select p from dispatch_partitions as p where p.id = any (array(select distinct note.partition_id from unnest(v_notes) as note))
+    ))) with ordinality as o
+    group by o.partition_id;
 end;
 $$;
 comment on function dispatch_observations(text, uuid) is 'What adaptive gates learn at the next fold, of one partition or (null) of all.';
 
-create or replace function dispatch_as_learned(
-  p_claim dispatch_claim, p_gate text, p_succeeded boolean[], p_lags_ms double precision[], p_now timestamptz
-)
+create or replace function dispatch_as_learned(p_claim dispatch_claim, p_gate text, p_observations dispatch_observation[], p_now timestamptz)
 returns dispatch_adaptive_stats
 language plpgsql
 stable
@@ -114,24 +117,22 @@ as $$
 declare
   v_knobs record;
   v_stats dispatch_adaptive_stats;
-  v_step record;
+  v_learned record;
 begin
   select * into v_knobs from dispatch_aimd_params((p_claim).params, p_gate);
   select * into v_stats from dispatch_adaptive_stats where partition_id = (p_claim).partition_id and gate_name = p_gate;
   if not found then
     v_stats := row((p_claim).partition_id, p_gate, v_knobs.initial_max, 0, 0, p_now)::dispatch_adaptive_stats;
   end if;
-  for v_i in 1 .. coalesce(cardinality(p_succeeded), 0) loop
-    v_step := dispatch_aimd_step(v_stats.current_max, v_stats.ewma_lag_ms, p_succeeded[v_i], p_lags_ms[v_i],
-      v_knobs.target_lag_ms, v_knobs.alpha, v_knobs.failure_factor, v_knobs.overload_factor, v_knobs.floor_max, v_knobs.top_max);
-    v_stats.current_max := v_step.current_max;
-    v_stats.ewma_lag_ms := v_step.ewma_lag_ms;
-    v_stats.sample_count := v_stats.sample_count + 1;
-  end loop;
+  v_learned := dispatch_aimd_steps(v_stats.current_max, v_stats.ewma_lag_ms, p_observations, v_knobs.target_lag_ms, v_knobs.alpha,
+    v_knobs.failure_factor, v_knobs.overload_factor, v_knobs.floor_max, v_knobs.top_max);
+  v_stats.current_max := v_learned.current_max;
+  v_stats.ewma_lag_ms := v_learned.ewma_lag_ms;
+  v_stats.sample_count := v_stats.sample_count + coalesce(cardinality(p_observations), 0);
   return v_stats;
 end;
 $$;
-comment on function dispatch_as_learned(dispatch_claim, text, boolean[], double precision[], timestamptz) is 'What an adaptive gate will know of a partition once it has learned from some observations.';
+comment on function dispatch_as_learned(dispatch_claim, text, dispatch_observation[], timestamptz) is 'What an adaptive gate will know of a partition once it has learned from some observations.';
 
 create or replace function dispatch_foresee_claim(p_policy dispatch_policies, p_partition dispatch_partitions, p_now timestamptz)
 returns dispatch_claim
@@ -163,7 +164,7 @@ begin
     select case
       when c.reason is not null then c
       else dispatch_narrow(c, c.gate_state,
-        dispatch_adaptive_cap((dispatch_as_learned(c, v_name, seen.succeeded, seen.lags_ms, p_now)).current_max, c.in_flight,
+        dispatch_adaptive_cap((dispatch_as_learned(c, v_name, seen.observations, p_now)).current_max, c.in_flight,
           knobs.initial_max, knobs.floor_max, knobs.top_max) - c.in_flight,
         p_now + dispatch_full_backoff(c.params, v_name), null, 'concurrency_full')
     end

@@ -166,7 +166,7 @@ declare
   v_max integer;
 begin
   select * into v_seen from dispatch_observations(p_policy, p_passed.partition_id);
-  v_stats := dispatch_as_learned(p_passed, p_row.gate_name, v_seen.succeeded, v_seen.lags_ms, p_now);
+  v_stats := dispatch_as_learned(p_passed, p_row.gate_name, v_seen.observations, p_now);
   select * into v_knobs from dispatch_aimd_params((p_passed).params, p_row.gate_name);
   v_max := dispatch_adaptive_cap(v_stats.current_max, p_passed.in_flight, v_knobs.initial_max, v_knobs.floor_max, v_knobs.top_max);
   p_row.numbers := p_row.numbers || jsonb_build_object('in_flight', p_passed.in_flight, 'max', v_max, 'current_max', v_stats.current_max,

@@ -144,12 +144,12 @@ begin
     order by job.next_at, job.id
   loop
     v_wakes := v_wakes or v_job.wakes;
-    perform dispatch_finish(v_job.id, true);
-    -- procrastinate's events, which tell the lag, know nothing of the job.
+    -- procrastinate's events, which tell the lag, know nothing of the job. It is in flight until its end is noted.
     if v_adapts then
       insert into dispatch_inbox (policy_name, partition_id, kind, succeeded, lag_ms)
       values (p_scratch.policy_name, v_job.partition_id, 'finished', true, extract(epoch from p_lag) * 1000);
     end if;
+    perform dispatch_finish(v_job.id, true);
   end loop;
   return v_wakes;
 end;

@@ -79,3 +79,6 @@ insert into dispatch_creations (policy_name, bucket)
 select policy_name, bucket
 from dispatch_policies
 cross join generate_series(0, 255) as bucket;
+
+alter type dispatch_observation add attribute in_flight integer;
+comment on type dispatch_observation is 'What one finished job told: did it succeed, how many milliseconds had it waited from admission to start, and how many of its partition were in flight, the job among them, when its end was noted.';

@@ -78,7 +78,7 @@ SEEN = st.tuples(st.booleans() | st.just(True), LAGS)
 def steps(db: Database, knobs: Knobs, stats: Stats, succeeded: bool, lag_ms: float) -> Stats:
     row = db.all(
         """select * from dispatch_aimd_step(%s::integer, %s::float8, %s, %s::float8, %s::float8,
-          %s::float8, %s::float8, %s::float8, %s::integer, %s::integer)""",
+          %s::float8, %s::float8, %s::float8, %s::integer, %s::integer, %s::integer)""",
         stats.current_max,
         stats.ewma_lag_ms,
         succeeded,
@@ -89,6 +89,7 @@ def steps(db: Database, knobs: Knobs, stats: Stats, succeeded: bool, lag_ms: flo
         knobs.overload_decrease_factor,
         knobs.min,
         knobs.max,
+        stats.current_max,
     )[0]
     return Stats(row["current_max"], row["ewma_lag_ms"], stats.sample_count + 1)
 
@@ -115,6 +116,8 @@ def start(db: Database, gates: dict[str, Knobs], keys: Sequence[str], **context:
     )
     db.stage("p", [{"task_name": "t", "args": {"key": key, **context}} for key in keys])
     db.one("select dispatch_fold('p', dispatch_now())")
+    # A cap grows only while it is in use.
+    db.conn.execute("update dispatch_partitions set in_flight_count = 2000000000")
 
 
 def observe(db: Database, seen: Sequence[tuple[str, bool, float]]) -> None:
