@@ -1,6 +1,6 @@
 -- Staging: keys, contexts, ids, locks, schedules; a bad job costs its batch and nothing else.
 begin;
-select plan(148);
+select plan(157);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 set local client_min_messages = error; -- shards that are finer than partitions
@@ -250,8 +250,8 @@ from (values
   ('{"task_name": "t", "context": 7}', 'context must be an object', 'a context is an object'),
   ('{"task_name": "t", "queue_name": ""}', 'queue_name must be a string of 1 to 40 bytes', 'a queue has a name'),
   (format('{"task_name": "t", "queue_name": "%s"}', repeat('x', 41)), 'queue_name must be a string of 1 to 40 bytes', 'procrastinate takes no jobs of a queue with a longer name'),
-  ('{"task_name": "t", "lock": 7}', 'lock must be a string', 'a lock is a text'),
-  ('{"task_name": "t", "queueing_lock": true}', 'queueing_lock must be a string', 'a queueing lock is a text'),
+  ('{"task_name": "t", "lock": 7}', 'lock must be a string of at most 2600 bytes', 'a lock is a text'),
+  ('{"task_name": "t", "queueing_lock": true}', 'queueing_lock must be a string of at most 2600 bytes', 'a queueing lock is a text'),
   ('{"task_name": "t", "priority": "5"}', 'priority must be a whole number between -2147483647 and 2147483647', 'a priority is no text'),
   ('{"task_name": "t", "priority": 1.5}', 'priority must be a whole number between -2147483647 and 2147483647', 'a priority is a whole number'),
   ('{"task_name": "t", "priority": 2147483648}', 'priority must be a whole number between -2147483647 and 2147483647', 'a priority fits an integer'),
@@ -417,6 +417,34 @@ select is(
   '1930-06-01 12:00:00+00', 'a schedule is the same instant in any time zone and date style');
 select is(dispatch_shard('{a,b}', '{"a": null}'), 'default', 'a shard of several paths is the default one when all its values are missing');
 select is(dispatch_shard('{a,b}', '{"a": 1}'), '[1, null]', 'and like a key when one of them is there');
+
+-- Texts that are too long for an index ----------------------------------------------------------------
+
+-- Text that does not compress.
+create function pg_temp.long(p_length integer) returns text language sql
+return (select left(string_agg(md5(n::text), ''), p_length) from generate_series(1, p_length / 32 + 1) as n);
+
+do $$ begin
+  perform dispatch_define_policy('long', '{"partition_by": ["k"], "shard_by": ["k"]}');
+  perform dispatch_stage('long', 't', jsonb_build_object('k', pg_temp.long(9600)));
+  -- As it was noted before shards were cut.
+  insert into dispatch_inbox (policy_name, partition_id, kind, jobs, due_at, newest_id, partition_key, shard, context)
+  values ('long', dispatch_partition_id('long', 'old'), 'staged', 0, dispatch_now(), 1, 'old', pg_temp.long(9600), '{}');
+end $$;
+select is(jobs_admitted, 1, 'a key and a shard may be of any length') from dispatch_tick('long');
+select results_eq(
+  $$select length(partition_key), octet_length(shard), shard like left(partition_key, 30) || ' %' from dispatch_partitions where policy_name = 'long' and partition_key <> 'old'$$,
+  $$values (9600, 95, true)$$, 'of a long shard the beginning is kept, and a hash');
+select is(count(distinct shard), 1::bigint, 'also of one that was noted whole') from dispatch_partitions where policy_name = 'long';
+select is(dispatch_shard_name(repeat('ü', 100)), repeat('ü', 100), 'one of 200 bytes is kept as it is');
+select ok(octet_length(dispatch_shard_name(repeat('😀', 100))) < 200 and dispatch_shard_name(dispatch_shard_name(repeat('😀', 100))) = dispatch_shard_name(repeat('😀', 100)),
+  'what was cut is not cut again');
+select lives_ok($$select dispatch_stage('long', 't', p_lock => pg_temp.long(2600), p_queueing_lock => pg_temp.long(2600))$$, 'locks may be as long as an index takes');
+select is(jobs_admitted, 1, 'in any index') from dispatch_tick('long');
+select throws_ok($$select dispatch_stage('long', 't', p_lock => pg_temp.long(2601))$$, 'PD003',
+  'invalid job at position 0: lock must be a string of at most 2600 bytes', 'a longer lock is refused, rather than the job in the tick');
+select throws_ok($$select dispatch_stage('long', 't', p_queueing_lock => pg_temp.long(2601))$$, 'PD003',
+  'invalid job at position 0: queueing_lock must be a string of at most 2600 bytes', 'so is a longer queueing lock');
 
 select * from finish();
 rollback;

@@ -57,10 +57,11 @@ begin
       then 'context must be an object'
     when jsonb_typeof(p_job -> 'queue_name') not in ('string', 'null') or octet_length(p_job ->> 'queue_name') not between 1 and 40
       then 'queue_name must be a string of 1 to 40 bytes'
-    when jsonb_typeof(p_job -> 'lock') not in ('string', 'null')
-      then 'lock must be a string'
-    when jsonb_typeof(p_job -> 'queueing_lock') not in ('string', 'null')
-      then 'queueing_lock must be a string'
+    -- An index of procrastinate's, or of ours, takes no more.
+    when jsonb_typeof(p_job -> 'lock') not in ('string', 'null') or octet_length(p_job ->> 'lock') > 2600
+      then 'lock must be a string of at most 2600 bytes'
+    when jsonb_typeof(p_job -> 'queueing_lock') not in ('string', 'null') or octet_length(p_job ->> 'queueing_lock') > 2600
+      then 'queueing_lock must be a string of at most 2600 bytes'
     when jsonb_typeof(p_job -> 'priority') not in ('number', 'null')
       or (p_job ->> 'priority')::numeric not between -2147483647 and 2147483647
       or (p_job ->> 'priority')::numeric <> trunc((p_job ->> 'priority')::numeric)
@@ -97,6 +98,17 @@ end;
 $$;
 comment on function dispatch_refuse_jobs(jsonb) is 'Raises PD003 for the first invalid job, naming its position.';
 
+create or replace function dispatch_shard_name(p_shard text)
+returns text
+language sql
+immutable
+parallel safe
+return case
+  when octet_length(p_shard) <= 200 then p_shard
+  else left(p_shard, 30) || ' ' || encode(sha256(convert_to(p_shard, 'UTF8')), 'hex')
+end;
+comment on function dispatch_shard_name(text) is 'A shard as it is kept, which an index has to take: of more than 200 bytes the first 30 characters, and a hash of all.';
+
 create or replace function dispatch_shard(p_paths text[], p_context jsonb)
 returns text
 language plpgsql
@@ -111,7 +123,7 @@ begin
   if not exists (select from unnest(p_paths) as path where p_context #>> string_to_array(path, '.') <> '') then
     return 'default';
   end if;
-  return dispatch_partition_key(p_paths, p_context);
+  return dispatch_shard_name(dispatch_partition_key(p_paths, p_context));
 end;
 $$;
 comment on function dispatch_shard(text[], jsonb) is 'The shard of a context: made like a partition key; ''default'' when all its values are missing or empty.';
@@ -310,6 +322,7 @@ begin
       and jsonb_typeof(p_args) = 'object'
       and coalesce(jsonb_typeof(p_context), 'object') = 'object'
       and coalesce(octet_length(p_queue_name), 1) between 1 and 40
+      and coalesce(octet_length(p_lock), 0) <= 2600
       and p_priority > -2147483648
       and coalesce(dispatch_has_plain_year(p_scheduled_at), true)
     ) is true

@@ -404,7 +404,7 @@ begin
   insert into dispatch_partitions (id, policy_name, partition_key, shard, context, newest_id, pending_count, waiting_since, in_flight_count, due_at,
     first_seen_at)
   select
-    partition_id, p_policy, partition_key, shard, context, newest_id, jobs, dispatch_waiting_since(jobs, null, due_at, p_now),
+    partition_id, p_policy, partition_key, dispatch_shard_name(shard), context, newest_id, jobs, dispatch_waiting_since(jobs, null, due_at, p_now),
     (
       select count(*)
       from dispatch_inflight_jobs as slot
