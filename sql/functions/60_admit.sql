@@ -95,7 +95,8 @@ $$;
 comment on function dispatch_to_claims(dispatch_policies, dispatch_partitions[], timestamptz) is 'Partitions as claims, the least recently served first; those that are paused are denied already.';
 
 -- The ready jobs of a partition in order. Where jobs of a higher priority wait for their time, they stand in front of the
--- ready ones in the index; so it is read priority by priority, and within each only up to now.
+-- ready ones in the index. So the ready ones are read by their time, and put in order, if they are few. Of more, those of the
+-- first priorities are read priority by priority, each only up to now; behind these the index is read as it is.
 create or replace function dispatch_pick_ready(p_partition_id uuid, p_now timestamptz, p_limit integer)
 returns table (id bigint, place tid, contested boolean)
 language plpgsql
@@ -109,12 +110,36 @@ set jit = off
 set enable_sort = off
 as $$
 declare
+  v_few constant integer := 1000;
+  v_ready tid[];
   v_priority integer;
   v_left integer := p_limit;
   v_found integer;
+  v_looks integer := 0;
 begin
+  v_ready := array(
+    select s.ctid
+    from dispatch_staged_jobs as s
+    where s.partition_id = p_partition_id
+      and s.eligible_at <= p_now
+    order by s.eligible_at
+    limit v_few + 1
+  );
+  if cardinality(v_ready) <= v_few then
+    return query
+      select s.id, s.ctid, s.parked or s.queueing_lock is not null
+      from dispatch_staged_jobs as s
+      where s.ctid = any (v_ready)
+        and s.partition_id = p_partition_id
+        and s.eligible_at <= p_now
+      order by s.priority desc, s.eligible_at, s.id
+      limit v_left
+      for update skip locked;
+    return;
+  end if;
+
   select s.priority into v_priority from dispatch_staged_jobs as s where s.partition_id = p_partition_id order by s.priority desc limit 1;
-  while v_priority is not null and v_left > 0 loop
+  while v_priority is not null and v_left > 0 and v_looks < 100 loop
     return query
       select s.id, s.ctid, s.parked or s.queueing_lock is not null
       from dispatch_staged_jobs as s
@@ -126,6 +151,7 @@ begin
       for update skip locked;
     get diagnostics v_found = row_count;
     v_left := v_left - v_found;
+    v_looks := v_looks + 1;
     select s.priority into v_priority
     from dispatch_staged_jobs as s
     where s.partition_id = p_partition_id
@@ -133,6 +159,17 @@ begin
     order by s.priority desc
     limit 1;
   end loop;
+  if v_priority is not null and v_left > 0 then
+    return query
+      select s.id, s.ctid, s.parked or s.queueing_lock is not null
+      from dispatch_staged_jobs as s
+      where s.partition_id = p_partition_id
+        and s.priority <= v_priority
+        and s.eligible_at <= p_now
+      order by s.priority desc, s.eligible_at, s.id
+      limit v_left
+      for update skip locked;
+  end if;
 end;
 $$;
 comment on function dispatch_pick_ready(uuid, timestamptz, integer) is 'Locks the first p_limit ready jobs of a partition some of whose jobs are not ready yet.';

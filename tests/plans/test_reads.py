@@ -116,6 +116,34 @@ def test_priorities_that_wait_cost_a_look_each(big, tick: Tick):
     found.check(partitions=2, staged_jobs=2 * 20 + 10, procrastinate_jobs=1)
 
 
+def test_many_priorities_that_wait_cost_no_look_each(big, tick: Tick):
+    """One job that is ready is found at once; for many, the index is read once at most."""
+    later = "case when n > {0} then now() + interval '1 hour' else '-infinity' end"
+    for ready, most in ((0, 10), (2 * SMALL, LARGE)):
+        with big.transaction(force_rollback=True):
+            define(big, "many", **cap(BATCH), admission_batch_size=BATCH)
+            priority = f"case when n > {ready} then n else -n % 7 end"
+            fill(big, "many", LARGE // 2, eligible=later.format(ready), priority=priority)
+            begin = time.perf_counter()
+            with reads(big) as found:
+                assert tick(big, "many")[0]["jobs_admitted"] == min(ready + 1, BATCH)
+            took = time.perf_counter() - begin
+        assert found.growing()["dispatch_staged_jobs"] < most
+        assert took < 1
+
+
+def test_the_time_to_sleep_of_one_shard_is_found_without_a_look_at_the_others(big):
+    with big.transaction(force_rollback=True):
+        big.execute("update dispatch_partitions set shard = 'north' where policy_name = 'backoff'")
+        big.execute(
+            "update dispatch_partitions set shard = 'south', due_at = now() + interval '2 hours'"
+            " where policy_name = 'backoff' and partition_key = '7'"
+        )
+        with reads(big) as found:
+            big.execute("select dispatch_next_due('backoff', 'south')")
+        found.check(others=10)
+
+
 def test_a_paused_policy_costs_nothing(big, tick: Tick):
     with reads(big) as found:
         assert tick(big, "paused")[0]["partitions_seen"] == 0
