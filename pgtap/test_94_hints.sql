@@ -1,6 +1,6 @@
 -- dispatch_hints: each hint shows when there is reason, once a policy, and goes when there is none any more.
 begin;
-select plan(89);
+select plan(92);
 
 set local dispatch.fake_now = '2026-01-01 00:00:00+00';
 alter table procrastinate_jobs add constraint no_bad_queue check (queue_name <> 'bad');
@@ -572,6 +572,21 @@ begin
 end;
 $$;
 select is(pg_temp.hints('sh'), '{}', 'it goes when it does');
+
+-- Dead notes ----------------------------------------------------------------------------------------
+
+set local client_min_messages = error;
+do $$
+begin
+  perform dispatch_define_policy('dn', '{}');
+  insert into dispatch_inbox (policy_name, partition_id, kind, jobs, due_at, partition_key, shard, context)
+  values ('dn', dispatch_partition_id('dn', ''), 'staged', 1, dispatch_now(), '', 'default', '{}');
+  perform dispatch_fold('dn', dispatch_now());
+end;
+$$;
+select is(pg_temp.hints('dn'), '{warning dead_notes}', 'dead_notes: when a note could not be folded');
+select matches((pg_temp.hint('dn', 'dead_notes')).message, '^1 note could not be folded and is set aside, the last one \([0-9]+, of kind staged\) 0 s ago: .*newest_id', 'with its error');
+select matches((pg_temp.hint('dn', 'dead_notes')).what_to_do, 'select dispatch_requeue_note\(([0-9]+)\), or throw it away: select dispatch_discard_note\(\1\)\.', 'and what to do with it');
 
 select * from finish();
 rollback;

@@ -139,8 +139,8 @@ async def test_a_partition_says_why_and_what_to_change(dsn, scene):
     assert [row[0] for row in page.id("waiting").cells()] == ["1", "2", "3"]
     assert [row[1] for row in page.id("inflight").cells()] == ["queued, no worker has it"] * 2
     assert "in 24 h" in later.id("waiting").cells()[0][5]
-    assert learns.id("adaptive").cells()[0][:2] == ["adaptive_concurrency", "4"]
-    assert learns.id("caps").cells()[0][1:] == ["4"]
+    assert learns.id("adaptive").cells()[0][:2] == ["adaptive_concurrency", "3"]
+    assert learns.id("caps").cells()[0][1:] == ["3"]
     assert learns.has("lags")
     assert not page.has("caps")
 

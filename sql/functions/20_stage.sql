@@ -57,9 +57,9 @@ begin
       then 'context must be an object'
     when jsonb_typeof(p_job -> 'queue_name') not in ('string', 'null') or octet_length(p_job ->> 'queue_name') not between 1 and 40
       then 'queue_name must be a string of 1 to 40 bytes'
-    -- An index of procrastinate's, or of ours, takes no more.
-    when jsonb_typeof(p_job -> 'lock') not in ('string', 'null') or octet_length(p_job ->> 'lock') > 2600
-      then 'lock must be a string of at most 2600 bytes'
+    when jsonb_typeof(p_job -> 'lock') not in ('string', 'null')
+      then 'lock must be a string'
+    -- Our index takes no more, whatever the text is. What procrastinate's do not take is set aside in the hand-off.
     when jsonb_typeof(p_job -> 'queueing_lock') not in ('string', 'null') or octet_length(p_job ->> 'queueing_lock') > 2600
       then 'queueing_lock must be a string of at most 2600 bytes'
     when jsonb_typeof(p_job -> 'priority') not in ('number', 'null')
@@ -322,7 +322,6 @@ begin
       and jsonb_typeof(p_args) = 'object'
       and coalesce(jsonb_typeof(p_context), 'object') = 'object'
       and coalesce(octet_length(p_queue_name), 1) between 1 and 40
-      and coalesce(octet_length(p_lock), 0) <= 2600
       and p_priority > -2147483648
       and coalesce(dispatch_has_plain_year(p_scheduled_at), true)
     ) is true
