@@ -935,6 +935,8 @@ begin
   perform procrastinate_finish_job_v1((pg_temp.job('e1')).id, 'succeeded', false);
   perform procrastinate_retry_job_v2((pg_temp.job('e2')).id, pg_temp.clock(9999), null, null, null);
   perform dispatch_bury(array(select id from dispatch_staged_jobs where task_name = 'e6'), '{no}', dispatch_now());
+  insert into dispatch_dead_notes (id, partition_id, died_at, jobs, policy_name, kind, error)
+  values (1, dispatch_partition_id('emptied', null), dispatch_now(), 1, 'emptied', 'staged', 'no');
   perform dispatch_pause('emptied', 'held');
   delete from dispatch_audit_log;
 end;
@@ -944,7 +946,7 @@ create temporary table staged_before as select count(*) as waiting, (select coun
 select lives_ok('truncate procrastinate_jobs restart identity cascade', 'procrastinate''s jobs can be truncated, with jobs in every state');
 select is(
   (select array[(select count(*) from dispatch_staged_jobs), (select count(*) from dispatch_inflight_jobs), (select count(*) from dispatch_admissions),
-    (select count(*) from dispatch_dead_jobs), (select count(*) from dispatch_inbox)]), '{0,0,0,0,0}', 'all that belongs to them goes with them');
+    (select count(*) from dispatch_dead_jobs), (select count(*) from dispatch_inbox), (select count(*) from dispatch_dead_notes)]), '{0,0,0,0,0,0}', 'all that belongs to them goes with them');
 select results_eq(
   $$ select pending_count, in_flight_count, due_at, waiting_since, blocked_until, blocked_reason from dispatch_partitions where policy_name = 'emptied' $$,
   $$ values (0::bigint, 0, null::timestamptz, null::timestamptz, null::timestamptz, null::text) $$, 'the partitions count none');

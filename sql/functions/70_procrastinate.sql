@@ -1108,7 +1108,8 @@ declare
 begin
   -- Whoever has staged and not committed is waited for: its ids would be given out anew. Deleted, not truncated, for the same
   -- statement may truncate these tables too.
-  lock table dispatch_staged_jobs, dispatch_inflight_jobs, dispatch_admissions, dispatch_dead_jobs, dispatch_inbox in share row exclusive mode;
+  lock table dispatch_staged_jobs, dispatch_inflight_jobs, dispatch_admissions, dispatch_dead_jobs, dispatch_inbox, dispatch_dead_notes
+    in share row exclusive mode;
   delete from dispatch_staged_jobs;
   get diagnostics v_waiting = row_count;
   delete from dispatch_inflight_jobs;
@@ -1117,6 +1118,7 @@ begin
   get diagnostics v_dead = row_count;
   delete from dispatch_admissions;
   delete from dispatch_inbox;
+  delete from dispatch_dead_notes;
   update dispatch_partitions
   set (due_at, blocked_until, blocked_after_finish, blocked_reason, waiting_since, pending_count, in_flight_count, newest_id)
     = (null, null, null, null, null, 0, 0, 0);

@@ -5,6 +5,10 @@ Case: it is run, then jobs are deferred, and every tick fails on ids that were g
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import psycopg
 import pytest
 
@@ -143,3 +147,46 @@ def test_while_a_worker_ends_a_job(conn, connect: Connect, tick: Tick, backgroun
     worker.commit()
     truncated.result()
     assert_all_settles(conn, tick, stage(conn, "a", "c"))
+
+
+@pytest.mark.timeout(120)
+def test_again_and_again_with_enqueuers_ticks_and_workers(conn, connect: Connect, tick: Tick):
+    define(conn, **cap(3))
+    done = threading.Event()
+
+    def work() -> None:
+        session = connect()
+        while not done.is_set():
+            if (job_id := start(session)) is not None:
+                # Where it was truncated meanwhile, procrastinate refuses to end it.
+                with contextlib.suppress(psycopg.errors.RaiseException):
+                    finish(session, job_id)
+
+    def enqueue() -> None:
+        session = connect()
+        while not done.is_set():
+            stage(session, "a", "b", "c")
+
+    def ticks() -> None:
+        session = connect()
+        while not done.is_set():
+            tick(session, "p")
+
+    with ThreadPoolExecutor(max_workers=5) as threads:
+        others = [threads.submit(what) for what in (work, enqueue, enqueue, ticks, ticks)]
+        session = connect()
+        try:
+            for _ in range(20):
+                session.execute(TRUNCATE)
+                wait_for(
+                    lambda: (
+                        value(session, "select count(*) from procrastinate_jobs")
+                        or any(other.done() for other in others)
+                    )
+                )
+        finally:
+            done.set()
+        for other in others:
+            other.result()
+    conn.execute(TRUNCATE)
+    assert_all_settles(conn, tick, stage(conn, *"aaabbc"))
