@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import inspect
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
@@ -82,6 +83,8 @@ select dispatch_stage_periodic(
 END_STAGED: LiteralString = (
     "select dispatch_end_staged(%(job_id)s, %(status)s, %(delete_job)s) as ended"
 )
+
+TAKES_CONNECTION = "connection" in inspect.signature(JobManager.get_job_status).parameters
 
 NOT_FOUND = "P0001"
 """The SQLSTATE of what procrastinate's functions raise themselves."""
@@ -317,7 +320,7 @@ class DispatchJobManager(JobManager):
                 extra={"action": "end_written_again", "job_id": ending.run.job_id},
             )
 
-    # procrastinate 3.9 takes no connection in these.
+    # procrastinate 3.9 takes no connection in these, and has none to pass on in memory.
 
     def get_job_status(self, job_id: int, connection: Any | None = None) -> Status:
         """Return a job's status, also in the transaction of a connection of the caller's.
@@ -325,14 +328,14 @@ class DispatchJobManager(JobManager):
         Raises:
             procrastinate.exceptions.NoResult: There is no job with this id.
         """
-        if connection is None:
-            return super().get_job_status(job_id)
+        if connection is None or self._in_memory:
+            return super().get_job_status(job_id, **_given(connection))
         return _status(self._rows(connection, queries["get_job_status"], {"job_id": job_id}))
 
     async def get_job_status_async(self, job_id: int, connection: Any | None = None) -> Status:
         """Do the same as ``get_job_status``."""
-        if connection is None:
-            return await super().get_job_status_async(job_id)
+        if connection is None or self._in_memory:
+            return await super().get_job_status_async(job_id, **_given(connection))
         arguments = {"job_id": job_id}
         return _status(await self._rows_async(connection, queries["get_job_status"], arguments))
 
@@ -344,8 +347,8 @@ class DispatchJobManager(JobManager):
         connection: Any | None = None,
     ) -> bool:
         """Cancel a job, also in the transaction of a connection of the caller's."""
-        if connection is None:
-            return super().cancel_job_by_id(job_id, abort=abort, delete_job=delete_job)
+        if connection is None or self._in_memory:
+            return super().cancel_job_by_id(job_id, abort, delete_job, **_given(connection))
         arguments = {"job_id": job_id, "abort": abort, "delete_job": delete_job}
         (row,) = self._rows(connection, queries["cancel_job"], arguments)
         return row["id"] is not None
@@ -358,8 +361,10 @@ class DispatchJobManager(JobManager):
         connection: Any | None = None,
     ) -> bool:
         """Do the same as ``cancel_job_by_id``."""
-        if connection is None:
-            return await super().cancel_job_by_id_async(job_id, abort=abort, delete_job=delete_job)
+        if connection is None or self._in_memory:
+            return await super().cancel_job_by_id_async(
+                job_id, abort, delete_job, **_given(connection)
+            )
         arguments = {"job_id": job_id, "abort": abort, "delete_job": delete_job}
         (row,) = await self._rows_async(connection, queries["cancel_job"], arguments)
         return row["id"] is not None
@@ -571,6 +576,11 @@ def _queue_row(job: Job) -> types.JobToDefer:
         args=job.task_kwargs,
         scheduled_at=job.scheduled_at,
     )
+
+
+def _given(connection: Any | None) -> dict[str, Any]:
+    """Return the argument that procrastinate's own method is to have of a connection."""
+    return {"connection": connection} if TAKES_CONNECTION else {}
 
 
 def _status(rows: list[dict[str, Any]]) -> Status:

@@ -21,6 +21,7 @@ from procrastinate.testing import InMemoryConnector
 from psycopg.rows import dict_row
 
 from pydispatch import Concurrency, Dispatch, errors
+from pydispatch.manager import TAKES_CONNECTION
 from tests.support import async_wait_for
 
 UTC = datetime.timezone.utc
@@ -848,4 +849,4 @@ async def test_a_connection_reaches_a_connector_in_memory(kind):
             await asyncio.to_thread(call, job_id, connection="mine")
         else:
             await call(job_id, connection="mine")
-    assert connector.given == ["mine"] * 2
+    assert connector.given == (["mine"] * 2 if TAKES_CONNECTION else [])
